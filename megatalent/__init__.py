@@ -1,0 +1,1 @@
+"""Latent-feedback training of transformers on Megatron-Core."""

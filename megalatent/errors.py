@@ -8,5 +8,5 @@ __all__ = ["UserError"]
 class UserError(ValueError):
     """What was given, what is wrong with it, and what to do, in one sentence.
 
-    The command line prints it as `megatalent: error: …` and exits with code 2.
+    The command line prints it as `megalatent: error: …` and exits with code 2.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatalent.kernels.philox_scalar import (
+from megalatent.kernels.philox_scalar import (
     MASK32,
     MULTIPLIER_0,
     MULTIPLIER_1,

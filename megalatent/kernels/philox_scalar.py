@@ -2,7 +2,7 @@
 
 Philox4x32-10 is the counter-based generator of Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3" (SC 2011), with the constants of their Random123 library. The same key and counter give the
-same four words here, in `megatalent.kernels.philox`, in C++, in CUDA and in Triton. This module
+same four words here, in `megalatent.kernels.philox`, in C++, in CUDA and in Triton. This module
 imports nothing, so the planner and the samplers can use it without loading torch.
 """
 

@@ -1,1 +1,0 @@
-"""Latent-feedback training of transformers on Megatron-Core."""

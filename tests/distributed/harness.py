@@ -1,0 +1,225 @@
+"""Runs a function on N gloo ranks, forked from this process, which has imported torch and Megatron.
+
+A fork costs milliseconds where a fresh start costs seconds of imports. It is safe because this
+process uses one thread (see `tests/conftest.py`): forking after OpenMP threads ran hangs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Layout", "RankError", "init", "run_ranks"]
+
+# How long the other ranks may still report after the first one failed: they often fail for a
+# better reason, or they hang waiting for the dead one.
+_GRACE = 3.0
+
+
+class RankError(AssertionError):
+    """A rank failed or hung; the message carries every rank's traceback or stack."""
+
+
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """Call `fn(rank, *args)` in `n` forked processes joined by gloo; their results, by rank.
+
+    `fn` may be a closure. What it returns is pickled: keep it small, and detached from graphs.
+
+    Raises:
+        RankError: a rank raised (its traceback is in the message), died, or did not finish within
+            `timeout` seconds (the stacks of all ranks are in the message).
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks = [_Rank(rank, Path(folder)) for rank in range(n)]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in ranks:
+            rank.start(n, fn, args, timeout)
+        try:
+            _wait(ranks, timeout)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        failed = sorted((r for r in ranks if r.error() is not None), key=_Rank.failed_at)
+        if failed:
+            raise RankError("\n".join(rank.report() for rank in failed))
+        return [rank.result() for rank in ranks]
+
+
+class _Rank:
+    """One forked process; it leaves its result, or its error, in a file."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank = rank
+        self.folder = folder
+        self.pid = 0
+        self.status: int | None = None
+        self.hung = False
+
+    def _path(self, kind: str) -> Path:
+        return self.folder / f"{kind}-{self.rank}"
+
+    def start(self, n: int, fn: Callable[..., Any], args: Any, timeout: float) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+            # Never returns: pytest must not go on in the child.
+            os._exit(self._run(n, fn, args, timeout))
+
+    def _run(self, n: int, fn: Callable[..., Any], args: Any, timeout: float) -> int:
+        with self._path("stack").open("w") as stack:
+            faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+            os.environ.update(
+                RANK=str(self.rank),
+                LOCAL_RANK=str(self.rank),
+                WORLD_SIZE=str(n),
+                LOCAL_WORLD_SIZE=str(n),
+                GLOO_SOCKET_IFNAME="lo",
+            )
+            try:
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{self.folder}/rendezvous",
+                    rank=self.rank,
+                    world_size=n,
+                    timeout=timedelta(seconds=timeout + 60),
+                )
+                data = io.BytesIO()
+                torch.save(fn(self.rank, *args), data)
+                # A rank that leaves early breaks the connections the others still use.
+                dist.barrier()
+                self._path("result").write_bytes(data.getvalue())
+                return 0
+            except BaseException:
+                self._path("error").write_text(traceback.format_exc())
+                return 1
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+
+    def poll(self) -> bool:
+        """True when the process has ended."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = os.waitstatus_to_exitcode(status)
+        return self.status is not None
+
+    def kill(self) -> None:
+        if not self.poll():
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.status = -signal.SIGKILL
+
+    def error(self) -> str | None:
+        if self._path("error").exists():
+            return self._path("error").read_text()
+        if self.hung:
+            return f"did not finish; its stack:\n{self._path('stack').read_text()}"
+        if self.status != 0:
+            return f"ended with exit code {self.status} and no traceback"
+        return None
+
+    def failed_at(self) -> float:
+        """When it failed: the first failure explains the others. Hung ranks come last."""
+        path = self._path("error")
+        return path.stat().st_mtime if path.exists() else float("inf")
+
+    def report(self) -> str:
+        return f"--- rank {self.rank}: {self.error()}"
+
+    def dump_stack(self) -> None:
+        self.hung = True
+        os.kill(self.pid, signal.SIGUSR1)
+
+    def result(self) -> Any:
+        return torch.load(io.BytesIO(self._path("result").read_bytes()), weights_only=False)
+
+
+def _wait(ranks: list[_Rank], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    failed = False
+    # Every rank is asked each time: a failure must be seen while another rank hangs.
+    while True:
+        done = [rank.poll() for rank in ranks]
+        if all(done):
+            return
+        if not failed and any(rank.status for rank in ranks):
+            failed = True
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                if not rank.poll():
+                    rank.dump_stack()
+            time.sleep(0.5)
+            return
+        time.sleep(0.005)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks there are on each axis; `vp` is the number of chunks per pipeline rank."""
+
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    pp: int = 1
+    vp: int | None = None
+    ep: int = 1
+    dp: int = 1
+    etp: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name}{getattr(self, name)}"
+            for name in ("tp", "cp", "pp", "vp", "ep", "etp", "dp")
+            if getattr(self, name) not in (None, 1)
+        ]
+        return "x".join([*parts, *(["sp"] if self.sp else [])]) or "single"
+
+    def config_kwargs(self) -> dict[str, Any]:
+        """The arguments of `TransformerConfig` that say the same."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "sequence_parallel": self.sp,
+            "context_parallel_size": self.cp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+            "pipeline_dtype": torch.float32,
+        }
+
+
+def init(layout: Layout, *, seed: int = 1234) -> None:
+    """Set up Megatron's process groups and random states in a rank of `run_ranks`."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    assert dist.get_world_size() == layout.world_size, f"{layout} needs {layout.world_size} ranks"
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,248 @@
+"""Contradictions of a configuration, found before any process starts.
+
+Our own checks come first, because they name the keys as the user wrote them. Megatron's come last:
+they know hundreds of options that are none of our business here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import importlib.util
+import io
+import itertools
+import linecache
+import os
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megalatent.config_files import check_files
+from megalatent.config_megatron import options, parse
+from megalatent.config_parallel import check_parallel
+from megalatent.errors import UserError
+
+if TYPE_CHECKING:
+    from megalatent.config import Config
+
+__all__ = ["check"]
+
+_REQUIRED = {
+    "num_layers": "the number of transformer layers",
+    "hidden_size": "the width of the model",
+    "num_attention_heads": "the number of attention heads",
+    "seq_length": "the tokens in a sequence",
+    "micro_batch_size": "the sequences in a micro-batch",
+    "lr": "the learning rate",
+    "tokenizer_type": "the kind of tokenizer",
+}
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raise a `UserError` for the first contradiction in `config` on `world_size` processes."""
+    args = parse(config.megatron_argv())
+    _check_required(args)
+    _check_values(args)
+    _check_packages(args)
+    check_parallel(args, world_size)
+    _check_batches(args)
+    _check_phases(config, args)
+    check_files(args, config.latent.passes.costs)
+    _check_by_megatron(args, world_size)
+
+
+def _check_required(args: argparse.Namespace) -> None:
+    for name, meaning in _REQUIRED.items():
+        if getattr(args, name) is None and not (name == "num_layers" and args.hybrid_layer_pattern):
+            raise UserError(f"megatron.{name}: missing: give {meaning}")
+    if args.train_iters is None and args.train_samples is None:
+        raise UserError("megatron.train_iters: missing: give the number of training steps")
+    if args.train_iters is not None and args.train_samples is not None:
+        raise UserError(
+            f"megatron.train_samples: {args.train_samples} is given besides train_iters:"
+            f" {args.train_iters}: keep one"
+        )
+
+
+def _check_values(args: argparse.Namespace) -> None:
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_hidden_size",
+        "seq_length",
+        "micro_batch_size",
+        "global_batch_size",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "eval_interval",
+        "log_interval",
+        "save_interval",
+    ):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"megatron.{name}: {value} is not positive: give 1 or more")
+    for name in ("hidden_dropout", "attention_dropout"):
+        value = getattr(args, name)
+        if not 0 <= value < 1:
+            raise UserError(f"megatron.{name}: {value} is no probability: give 0 up to 1")
+    if args.bf16 and args.fp16:
+        raise UserError("megatron.fp16: true is given besides bf16: true: keep one")
+    if args.min_lr > args.lr:
+        raise UserError(
+            f"megatron.min_lr: {args.min_lr:g} is above lr: {args.lr:g}: give less, or leave it out"
+        )
+    if args.max_position_embeddings < args.seq_length:
+        raise UserError(
+            f"megatron.max_position_embeddings: {args.max_position_embeddings} is below seq_length:"
+            f" {args.seq_length}: give at least as much, or leave it out"
+        )
+    if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
+        raise UserError(
+            f"megatron.num_attention_heads: {args.num_attention_heads} does not divide hidden_size:"
+            f" {args.hidden_size}: change one, or give kv_channels"
+        )
+    if args.num_query_groups != 1 and not args.group_query_attention:
+        raise UserError(
+            f"megatron.num_query_groups: {args.num_query_groups} has no effect without"
+            " group_query_attention: add group_query_attention: true"
+        )
+    if args.group_query_attention and args.num_attention_heads % args.num_query_groups:
+        raise UserError(
+            f"megatron.num_query_groups: {args.num_query_groups} does not divide"
+            f" num_attention_heads: {args.num_attention_heads}: give a divisor"
+        )
+    if args.save is not None and args.save_interval is None:
+        raise UserError(
+            f"megatron.save: {args.save!r} is given without save_interval: give the number of steps"
+            " between checkpoints"
+        )
+    if args.num_experts and args.moe_router_topk > args.num_experts:
+        raise UserError(
+            f"megatron.moe_router_topk: {args.moe_router_topk} is more than num_experts:"
+            f" {args.num_experts}: give at most as many"
+        )
+
+
+def _check_packages(args: argparse.Namespace) -> None:
+    needed = {
+        "transformer_engine": ("transformer_impl", "transformer_engine", "gpu"),
+        "emerging_optimizers": ("optimizer", args.optimizer, "optim"),
+    }
+    if args.optimizer in ("adam", "sgd"):
+        del needed["emerging_optimizers"]
+    if args.transformer_impl != "transformer_engine":
+        del needed["transformer_engine"]
+    for package, (name, value, extra) in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"megatron.{name}: {value!r} needs the package {package}, which is not installed:"
+                f" install it (pip install 'megalatent[{extra}]'), or choose another {name}"
+            )
+
+
+def _check_batches(args: argparse.Namespace) -> None:
+    """Needs `args.data_parallel_size`, which `check_parallel` sets."""
+    sample_slice = args.micro_batch_size * args.data_parallel_size
+    if args.step_batch_size_schedule is not None and args.global_batch_size is not None:
+        raise UserError(
+            f"megatron.step_batch_size_schedule: {args.step_batch_size_schedule!r} is given besides"
+            f" global_batch_size: {args.global_batch_size}: keep one"
+        )
+    total = args.global_batch_size
+    if total is not None and total % sample_slice and not args.decrease_batch_size_if_needed:
+        raise UserError(
+            f"megatron.global_batch_size: {total} is not a multiple of {sample_slice} ="
+            f" micro_batch_size {args.micro_batch_size} x {args.data_parallel_size} data-parallel"
+            f" ranks: give {max(total // sample_slice, 1) * sample_slice}, or change the others"
+        )
+    evaluated = args.eval_global_batch_size or total
+    each = (args.eval_micro_batch_size or args.micro_batch_size) * args.data_parallel_size
+    if evaluated is not None and evaluated % each:
+        raise UserError(
+            f"megatron.eval_global_batch_size: {evaluated} is not a multiple of {each} ="
+            f" eval_micro_batch_size {each // args.data_parallel_size} x {args.data_parallel_size}"
+            " data-parallel ranks: change one"
+        )
+
+
+def _check_phases(config: Config, args: argparse.Namespace) -> None:
+    phases = config.latent.passes.schedule
+    if args.train_iters is None:
+        return
+    starts = [
+        phase.start * args.train_iters if isinstance(phase.start, float) else phase.start
+        for phase in phases
+    ]
+    for i, (before, after) in enumerate(itertools.pairwise(starts), 1):
+        if after <= before:
+            raise UserError(
+                f"latent.passes.schedule.{i}.start: {phases[i].start} does not come after"
+                f" {phases[i - 1].start} in a run of {args.train_iters} iterations:"
+                " order the phases by their start"
+            )
+
+
+def _check_by_megatron(args: argparse.Namespace, world_size: int) -> None:
+    """Megatron's own validation of its arguments and of the model's configuration."""
+    from megatron.training import arguments
+
+    args = copy.deepcopy(args)
+    args.rank, args.world_size = 0, world_size
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    try:
+        with _without_device(arguments), _quiet():
+            arguments.validate_args(args)
+            arguments.core_transformer_config_from_args(args)
+    except (AssertionError, ValueError, RuntimeError, TypeError, ImportError, SystemExit) as error:
+        raise UserError(f"megatron: {_explain(error)}: correct the option") from None
+
+
+@contextlib.contextmanager
+def _without_device(arguments: Any) -> Iterator[None]:
+    """Answers what Megatron asks the GPU about, so that this process never opens it.
+
+    The processes that will train are forked from this one, and CUDA does not survive a fork. They
+    ask the real device when they start.
+    """
+    import torch
+
+    kept = arguments.get_device_arch_version, torch.cuda.get_device_capability
+    environment = os.environ.copy()
+    newest = 10
+    arguments.get_device_arch_version = lambda: newest
+    torch.cuda.get_device_capability = lambda device=None: (newest, 0)
+    try:
+        yield
+    finally:
+        arguments.get_device_arch_version, torch.cuda.get_device_capability = kept
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron prints what it decides; the processes that train will print it again."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _explain(error: BaseException) -> str:
+    """Megatron's message in one line, with option names as they are written in the file.
+
+    Some of its assertions carry no message: then the condition itself has to do.
+    """
+    message = " ".join(str(error).split())
+    if not message or isinstance(error, SystemExit):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+        message = f"refused by `{line.rstrip(' \\,')}`"
+    for option in sorted(options().values(), key=lambda o: -len(o.flag)):
+        if option.flag in message:
+            message = message.replace(option.flag, option.name)
+    return message.rstrip(".:")

@@ -1,0 +1,214 @@
+"""Files and folders that a configuration names: those to read exist, those to write can be made."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from megalatent.errors import UserError
+
+__all__ = ["check_files"]
+
+
+def check_files(args: argparse.Namespace, costs: str | None) -> None:
+    """Raise a `UserError` for the first file that is missing or folder that cannot be written."""
+    _check_data(args)
+    _check_tokenizer(args)
+    _check_checkpoints(args)
+    for name in ("save", "tensorboard_dir", "data_cache_path", "wandb_save_dir"):
+        folder = getattr(args, name)
+        if folder is not None:
+            _check_writable(f"megatron.{name}", folder)
+    if costs is not None and not Path(costs).is_file():
+        raise UserError(
+            f"latent.passes.costs: {costs}: no such file: give a file of measured costs, or null"
+        )
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    sources = [
+        name
+        for name in (
+            "data_path",
+            "data_args_path",
+            "train_data_path",
+            "per_split_data_args_path",
+            "mock_data",
+        )
+        if getattr(args, name)
+    ]
+    if not sources:
+        raise UserError(
+            "megatron.data_path: missing: give the prefix of a .bin/.idx pair (made by"
+            " `megalatent data`), or mock_data: true"
+        )
+    if len(sources) > 1:
+        raise UserError(
+            f"megatron.{sources[1]}: is given besides {sources[0]}: a run reads one source: keep"
+            " one"
+        )
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        _check_blend(f"megatron.{name}", getattr(args, name) or [])
+    if args.data_args_path:
+        where = "megatron.data_args_path"
+        _check_blend(where, _read(where, args.data_args_path).split())
+    if args.per_split_data_args_path:
+        where = "megatron.per_split_data_args_path"
+        try:
+            splits = json.loads(_read(where, args.per_split_data_args_path))
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{where}: {args.per_split_data_args_path}: not JSON ({error}): correct the file"
+            ) from None
+        for split in ("train", "valid", "test"):
+            found = splits.get(split) if isinstance(splits, dict) else None
+            if found is None:
+                raise UserError(
+                    f"{where}: {args.per_split_data_args_path}: has no {split!r}: give a list of"
+                    " prefixes for train, valid and test"
+                )
+            _check_blend(f"{where}.{split}", found.split() if isinstance(found, str) else found)
+
+
+def _read(where: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"{where}: {path}: cannot be read: give an existing text file") from None
+
+
+def _check_blend(where: str, entries: Iterable[str]) -> None:
+    """Prefixes, or weights and prefixes in turn, as Megatron reads them."""
+    items = [str(entry) for entry in entries]
+    if len(items) > 1:
+        if len(items) % 2:
+            raise UserError(
+                f"{where}: {len(items)} entries: write one prefix, or weight, prefix, weight,"
+                " prefix, …"
+            )
+        for weight in items[0::2]:
+            try:
+                float(weight)
+            except ValueError:
+                raise UserError(
+                    f"{where}: {weight!r} is no weight: write weight, prefix, weight, prefix, …"
+                ) from None
+        items = items[1::2]
+    for prefix in items:
+        for ending in (".bin", ".idx"):
+            if not Path(prefix + ending).is_file():
+                hint = (
+                    " (give the prefix without the ending)"
+                    if prefix.endswith((".bin", ".idx"))
+                    else ""
+                )
+                raise UserError(
+                    f"{where}: {prefix}{ending}: no such file{hint}: make it with `megalatent data`"
+                )
+
+
+# Tokenizer type -> the option with its file. A Hugging Face tokenizer is a folder, or the name of
+# one that an earlier download left on this machine.
+_TOKENIZER_FILES = {
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+}
+
+
+def _check_tokenizer(args: argparse.Namespace) -> None:
+    kind = args.tokenizer_type
+    if kind in ("NullTokenizer", "NullMultimodalTokenizer") and args.vocab_size is None:
+        raise UserError(f"megatron.vocab_size: missing: {kind} needs the size of the vocabulary")
+    for name in _TOKENIZER_FILES.get(kind, ()):
+        path = getattr(args, name)
+        if path is None:
+            raise UserError(f"megatron.{name}: missing: {kind} needs this file")
+        if not Path(path).is_file():
+            raise UserError(f"megatron.{name}: {path}: no such file: give the tokenizer's file")
+    if kind in ("HuggingFaceTokenizer", "SFTTokenizer"):
+        _check_hf_tokenizer(args.tokenizer_model)
+
+
+def _check_hf_tokenizer(model: str | None) -> None:
+    where = "megatron.tokenizer_model"
+    if model is None:
+        raise UserError(f"{where}: missing: give a folder with tokenizer.json")
+    folder = Path(model)
+    if folder.is_dir():
+        if not any(
+            (folder / name).is_file()
+            for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        ):
+            raise UserError(
+                f"{where}: {model}: the folder holds no tokenizer.json: give one that does"
+            )
+        return
+    if not _is_downloaded(model):
+        raise UserError(
+            f"{where}: {model}: no such folder, and no downloaded tokenizer of that name: give a"
+            " folder with tokenizer.json (`megalatent data --train-tokenizer` makes one)"
+        )
+
+
+def _is_downloaded(model: str) -> bool:
+    """Whether the tokenizer `owner/model` is in the local cache; training downloads nothing."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return any(
+            isinstance(try_to_load_from_cache(model, name), str)
+            for name in ("tokenizer.json", "tokenizer_config.json")
+        )
+    except HFValidationError:
+        return False
+
+
+def _check_checkpoints(args: argparse.Namespace) -> None:
+    # A run that loads what it saves starts anew the first time and resumes afterwards.
+    resumes = args.load is not None and args.load == args.save
+    may_be_missing = resumes and not args.exit_on_missing_checkpoint and args.ckpt_step is None
+    if args.load is not None and not may_be_missing:
+        _check_checkpoint("megatron.load", args.load, args.ckpt_step)
+    if args.pretrained_checkpoint is not None:
+        _check_checkpoint("megatron.pretrained_checkpoint", args.pretrained_checkpoint, None)
+
+
+def _check_checkpoint(where: str, path: str, step: int | None) -> None:
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"{where}: {path}: no such folder: give the folder of a checkpoint")
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        raise UserError(
+            f"{where}: {path}: holds no checkpoint (no {tracker.name}): give the folder that"
+            " `save` named, not one of its iter_… folders"
+        )
+    latest = tracker.read_text().strip()
+    name = str(step) if step is not None else latest
+    inside = folder / (f"iter_{int(name):07d}" if name.isdigit() else name)
+    if not inside.is_dir():
+        found = sorted(p.name for p in folder.glob("iter_*"))
+        known = f" (there are {', '.join(found[-5:])})" if found else ""
+        raise UserError(
+            f"{where}: {path}: has no {inside.name}{known}: give another ckpt_step, or restore it"
+        )
+
+
+def _check_writable(where: str, path: str) -> None:
+    """The folder exists and is writable, or can be made in its nearest existing parent."""
+    existing = Path(path).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f"{where}: {path}: {existing} is a file, not a folder: give another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{where}: {path}: {existing} is not writable: give another folder")

@@ -1,0 +1,248 @@
+"""The `latent:` section of a config as frozen dataclasses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from megalatent.config_schedule import PhaseConfig, check_passes, read_schedule
+from megalatent.config_values import choose, read_dataclass, require
+from megalatent.errors import UserError
+
+__all__ = ["FusionConfig", "LatentConfig", "PassesConfig", "Recompute", "SftConfig"]
+
+Recompute = Literal["never", "extra", "all"]
+_RECOMPUTE = ("never", "extra", "all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionConfig:
+    """How the previous position's state enters the next stack input.
+
+    Attributes:
+        kind: `none` (ordinary transformer, one pass), or a name in
+            `megalatent.model.fusion.FUSIONS`.
+        input_norm: `fused` leaves plain positions as they are; `all` norms every stack input.
+        jitter: sigma of the uniform noise on the state in training; None: the fusion's default.
+        prefix_mixin: plain prefix of random length in each pass k >= 2; None: the fusion's default.
+        init_std: of normally drawn fusion weights; None: `megatron.init_method_std`.
+        warmup_iters: steps over which the learning rate of fresh fusion weights rises after their
+            first update.
+        kernel: which implementation of the pointwise part runs.
+    """
+
+    kind: str = "gated"
+    input_norm: Literal["fused", "all"] = "fused"
+    jitter: float | None = None
+    prefix_mixin: bool | None = None
+    init_std: float | None = None
+    warmup_iters: int = 0
+    kernel: Literal["auto", "cuda", "triton", "torch"] = "auto"
+
+    def __post_init__(self) -> None:
+        where = "latent.fusion"
+        for name in ("jitter", "init_std"):
+            value = getattr(self, name)
+            ok = value is None or (math.isfinite(value) and value >= 0)
+            require(ok, f"{where}.{name}", value, "is negative or not finite", "give 0 or more")
+        require(
+            self.warmup_iters >= 0,
+            f"{where}.warmup_iters",
+            self.warmup_iters,
+            "is negative",
+            "give 0 or more iterations",
+        )
+
+    @property
+    def fuses(self) -> bool:
+        """Whether there is a fusion at all, and so more than one pass to make."""
+        return self.kind != "none"
+
+    def resolve(self, init_method_std: float) -> FusionConfig:
+        """With the fusion's own defaults in place of every None.
+
+        Raises:
+            UserError: `kind` names no fusion, or the fusion lacks what `input_norm` asks for.
+        """
+        if not self.fuses:
+            return replace(self, jitter=0.0, prefix_mixin=False, init_std=init_method_std)
+        from megalatent.model.fusion import FUSIONS
+
+        choose(self.kind, ["none", *FUSIONS], "latent.fusion.kind", "fusion")
+        fusion = FUSIONS[self.kind]
+        if self.input_norm == "all" and not fusion.has_fused_norm:
+            raise UserError(
+                f"latent.fusion.input_norm: 'all' norms every stack input, and the fusion"
+                f" {self.kind!r} has no such norm: write input_norm: fused"
+            )
+        return replace(
+            self,
+            jitter=fusion.default_jitter if self.jitter is None else self.jitter,
+            prefix_mixin=(
+                fusion.default_prefix_mixin if self.prefix_mixin is None else self.prefix_mixin
+            ),
+            init_std=init_method_std if self.init_std is None else self.init_std,
+        )
+
+
+def _read_recompute(value: object, where: str) -> Recompute | dict[int, Recompute]:
+    if not isinstance(value, Mapping):
+        return choose(value, _RECOMPUTE, where, "recomputation")  # type: ignore[return-value]
+    result: dict[int, Recompute] = {}
+    for passes, what in value.items():
+        check_passes(passes, where)
+        result[passes] = choose(what, _RECOMPUTE, f"{where}.{passes}", "recomputation")  # type: ignore[assignment]
+    return result
+
+
+_DEFAULT_SCHEDULE = (PhaseConfig(start=0, mixture={1: 0.75, 2: 0.25}),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassesConfig:
+    """How many passes a micro-batch makes, what they weigh, and how they are executed.
+
+    Attributes:
+        schedule: phases; the first starts at 0. In the file also one K, or one mixture.
+        draw: K is drawn per global batch or per micro-batch.
+        loss_weighting: `mean`: L_1 + lambda/(K-1) sum L_k (FBT eq. 12); `sum`: sum L_k (Recycler).
+        lambda_: weight of the extra passes under `mean` (`lambda` in the file).
+        eval_passes: validation runs k = 1 … eval_passes.
+        recompute: activations recomputed in backward: of no pass, of passes k >= 2 (`extra`), of
+            all; or a choice for each K, where a K left out recomputes nothing.
+        max_in_flight: cap on in-flight activations of a rank, in chunk visits.
+        timeout_seconds: a rank that waits longer for a hand-over stops the run.
+        costs: file with measured costs for the planner.
+    """
+
+    schedule: tuple[PhaseConfig, ...] = field(
+        default=_DEFAULT_SCHEDULE, metadata={"read": read_schedule}
+    )
+    draw: Literal["batch", "micro_batch"] = "batch"
+    loss_weighting: Literal["mean", "sum"] = "mean"
+    lambda_: float = field(default=1.0, metadata={"key": "lambda"})
+    eval_passes: int = 2
+    recompute: Recompute | Mapping[int, Recompute] = field(
+        default="never", metadata={"read": _read_recompute}
+    )
+    max_in_flight: int | None = None
+    timeout_seconds: float = 600.0
+    costs: str | None = None
+
+    def __post_init__(self) -> None:
+        where = "latent.passes"
+        require(
+            math.isfinite(self.lambda_) and self.lambda_ >= 0,
+            f"{where}.lambda",
+            self.lambda_,
+            "is negative or not finite",
+            "give 0 or more",
+        )
+        if self.loss_weighting == "sum" and self.lambda_ != 1.0:
+            raise UserError(
+                f"{where}.lambda: {self.lambda_:g} has no effect with loss_weighting: sum, where"
+                " every pass weighs 1: leave lambda out, or write loss_weighting: mean"
+            )
+        check_passes(self.eval_passes, f"{where}.eval_passes")
+        require(
+            self.max_in_flight is None or self.max_in_flight >= 1,
+            f"{where}.max_in_flight",
+            self.max_in_flight,
+            "leaves no room for any activation",
+            "give 1 or more chunk visits, or null for no cap",
+        )
+        require(
+            math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0,
+            f"{where}.timeout_seconds",
+            self.timeout_seconds,
+            "is no time to wait",
+            "give more than 0 seconds",
+        )
+
+    @property
+    def max_passes(self) -> int:
+        """The largest K that training can draw."""
+        return max(k for phase in self.schedule for k, share in phase.mixture.items() if share > 0)
+
+    def recompute_for(self, passes: int) -> Recompute:
+        """What a micro-batch of `passes` passes recomputes in its backward."""
+        if isinstance(self.recompute, Mapping):
+            return self.recompute.get(passes, "never")
+        return self.recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """Fine-tuning on prompts and responses.
+
+    Attributes:
+        k_prefill: 1: prompt positions stay plain in every pass; 2: they are fused from pass 2 on;
+            None: no difference between prompt and response.
+    """
+
+    k_prefill: int | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.k_prefill in (None, 1, 2),
+            "latent.sft.k_prefill",
+            self.k_prefill,
+            "is no way to treat a prompt",
+            "write 1 (plain), 2 (fused) or null",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Everything under `latent:`.
+
+    Attributes:
+        seed: of pass counts, prefix lengths, jitter and fusion weights; None: `megatron.seed`.
+    """
+
+    seed: int | None = None
+    fusion: FusionConfig = field(default_factory=FusionConfig)
+    passes: PassesConfig = field(default_factory=PassesConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.seed is None or self.seed >= 0,
+            "latent.seed",
+            self.seed,
+            "is negative",
+            "give 0 or more",
+        )
+        if not self.fusion.fuses and self.passes.max_passes > 1:
+            raise UserError(
+                f"latent.passes.schedule: K = {self.passes.max_passes} with latent.fusion.kind:"
+                " none, where every pass would repeat the first: write schedule: 1, or choose a"
+                " fusion"
+            )
+        if not self.fusion.fuses and self.passes.eval_passes > 1:
+            raise UserError(
+                f"latent.passes.eval_passes: {self.passes.eval_passes} with latent.fusion.kind:"
+                " none, where every pass would repeat the first: write eval_passes: 1"
+            )
+
+    @classmethod
+    def read(cls, given: object) -> LatentConfig:
+        """From the mapping in the file. Without a fusion, one pass is the default."""
+        if isinstance(given, Mapping):
+            fusion = given.get("fusion")
+            passes = given.get("passes")
+            if isinstance(fusion, Mapping) and fusion.get("kind") == "none":
+                plain = {"schedule": 1, "eval_passes": 1}
+                if passes is None or isinstance(passes, Mapping):
+                    given = {**given, "passes": {**plain, **(passes or {})}}
+        return read_dataclass(cls, given, "latent")
+
+    def resolve(self, megatron: Mapping[str, Any]) -> LatentConfig:
+        """With a value in place of every None that stands for another option's value."""
+        from megalatent.config_megatron import value_of
+
+        seed = value_of(megatron, "seed") if self.seed is None else self.seed
+        fusion = self.fusion.resolve(value_of(megatron, "init_method_std"))
+        return replace(self, seed=seed, fusion=fusion)

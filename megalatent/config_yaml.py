@@ -1,0 +1,153 @@
+"""Reading a configuration file and the `--set` overrides into plain mappings.
+
+YAML 1.2 scalars: `1e-4` is a number and `on`, `no`, `1:30` are strings. PyYAML's own rules
+(YAML 1.1) turn the first into a string and the others into booleans and base-60 numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalatent.errors import UserError
+
+__all__ = ["read_yaml", "parse_scalar", "apply_overrides"]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2 scalars that refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a list or mapping cannot be a key", key_node.start_mark
+                )
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice: keep one", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+# PyYAML would copy its own resolvers into the first subclass that adds one.
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in [
+    ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:int", r"^[-+]?[0-9]+$", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        "-+.0123456789",
+    ),
+]:
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list(_first))
+
+
+# YAML 1.2 integers are decimal: `010` is ten. PyYAML's constructor would read it as octal.
+def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return f"{where}{problem}"
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        UserError: no such file, not readable, not YAML, or not a mapping.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file: give the path of a config file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"{path}: cannot be read ({reason}): give a YAML config file") from None
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {_one_line(error)}") from None
+    if not isinstance(value, dict):
+        given = "nothing" if value is None else f"a {type(value).__name__}"
+        raise UserError(
+            f"{path}: holds {given} at the top: write the sections `latent:` and `megatron:`"
+        )
+    return value
+
+
+def parse_scalar(text: str) -> Any:
+    """The value that `text` would have in a config file (`1e-4`, `true`, `[1, 2]`, `{1: 1.0}`).
+
+    Raises:
+        yaml.YAMLError: not a YAML value.
+    """
+    return yaml.load(text, _Loader)
+
+
+def apply_overrides(config: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of `config` with each `section.key=value` applied in order, the last one winning.
+
+    Numbers in a path index lists (`latent.passes.schedule.0.start=10`).
+
+    Raises:
+        UserError: no `=`, an empty path, a value that is not YAML, or a path through a scalar.
+    """
+    result = config
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise UserError(
+                f"--set {override}: not of the form section.key=value:"
+                " write for example --set megatron.lr=1e-3"
+            )
+        try:
+            value = parse_scalar(text)
+        except yaml.YAMLError as error:
+            raise UserError(
+                f"--set {override}: the value is not valid YAML ({_one_line(error)}): quote it"
+            ) from None
+        result = _with_value(result, keys, value, override)
+    return result
+
+
+def _with_value(node: Any, keys: list[str], value: Any, override: str) -> Any:
+    if not keys:
+        return value
+    key, rest = keys[0], keys[1:]
+    if node is None:
+        node = {}
+    if isinstance(node, list):
+        if not key.isdigit() or int(key) >= len(node):
+            raise UserError(
+                f"--set {override}: {key!r} is no index of a list of {len(node)}:"
+                f" give a number from 0 to {len(node) - 1}"
+            )
+        index = int(key)
+        return [*node[:index], _with_value(node[index], rest, value, override), *node[index + 1 :]]
+    if not isinstance(node, dict):
+        raise UserError(
+            f"--set {override}: {key!r} is inside {node!r}, which is not a section:"
+            " set the section itself, or shorten the path"
+        )
+    # Passes are numbers in the file: `recompute.3` must find the key 3.
+    found: Any = int(key) if key.isdigit() else key
+    return {**node, found: _with_value(node.get(found), rest, value, override)}

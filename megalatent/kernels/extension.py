@@ -1,0 +1,84 @@
+"""Finding and loading the compiled extension.
+
+Two libraries, so that a failed or absent CUDA build costs nothing on CPUs: `_kernels_cpu.so`
+defines the operators and their CPU kernels, `_kernels_cuda.so` adds the CUDA kernels. They use
+torch's stable ABI, so they outlive an upgrade of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["REPORT_NAME", "LibraryState", "build_report", "cpu_library", "cuda_library"]
+
+REPORT_NAME = "_kernels_build.json"
+_FOLDER = Path(__file__).parent
+_REMEDY = "run `make kernels`, or `python kernels/build.py` in a checkout"
+
+
+@dataclasses.dataclass(frozen=True)
+class LibraryState:
+    """Whether one library is loaded; if not, why and what to do.
+
+    `information` is what the library says of its own build: `sources` (hash), `architectures`.
+    """
+
+    loaded: bool
+    reason: str
+    information: dict[str, Any]
+
+
+@functools.cache
+def cpu_library() -> LibraryState:
+    """Load the operators and their CPU kernels, once per process."""
+    state = _load("cpu")
+    if state.loaded:
+        from megalatent.kernels.ops import register_formulas
+
+        register_formulas("megalatent")
+    return state
+
+
+@functools.cache
+def cuda_library() -> LibraryState:
+    """Load the CUDA kernels of the operators, once per process; loads the CPU library first."""
+    cpu = cpu_library()
+    if not cpu.loaded:
+        return LibraryState(False, f"the CPU library it builds on is missing: {cpu.reason}", {})
+    state = _load("cuda")
+    if state.loaded and state.information["sources"] != cpu.information["sources"]:
+        raise RuntimeError(
+            "the CPU and CUDA kernel libraries were built from different sources; "
+            "build both again with `make kernels`"
+        )
+    return state
+
+
+def build_report() -> dict[str, dict[str, str]]:
+    """What the last build wrote about each part: `{"cuda": {"status": …, "detail": …}, …}`."""
+    path = _FOLDER / REPORT_NAME
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _load(part: str) -> LibraryState:
+    path = _FOLDER / f"_kernels_{part}.so"
+    if not path.exists():
+        built = build_report().get(part)
+        why = f"not built ({built['detail']})" if built else "not built"
+        return LibraryState(False, f"{why}; {_REMEDY}", {})
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return LibraryState(False, f"{path.name} does not load: {error}; {_REMEDY}", {})
+    library = ctypes.CDLL(str(path))
+    describe = getattr(library, f"megalatent_{part}_build_information")
+    describe.restype = ctypes.c_char_p
+    information = json.loads(describe().decode())
+    return LibraryState(True, "loaded", information)

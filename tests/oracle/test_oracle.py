@@ -240,16 +240,17 @@ def test_objective_weights():
 
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_gradient_through_all_passes_is_the_slope(fusion):
-    weights = random_weights(fusion)
-    tokens, _, _ = random_batch(1, 5)
-    direction = random_weights(fusion, seed=7)
+    shape = replace(SHAPE, layers=1)
+    weights = random_weights(fusion, shape)
+    tokens, _, _ = random_batch(1, 4)
+    direction = random_weights(fusion, shape, seed=7)
     leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
-    objective = run(leaves, tokens, 3, fusion).objective
+    objective = run(leaves, tokens, 3, fusion, shape).objective
     gradients = torch.autograd.grad(objective, list(leaves.values()))
     for name, gradient in zip(leaves, gradients, strict=True):
         step = 1e-5 * direction[name]
-        up = run(weights | {name: weights[name] + step}, tokens, 3, fusion).objective
-        down = run(weights | {name: weights[name] - step}, tokens, 3, fusion).objective
+        up = run(weights | {name: weights[name] + step}, tokens, 3, fusion, shape).objective
+        down = run(weights | {name: weights[name] - step}, tokens, 3, fusion, shape).objective
         slope = (up - down).item() / 2e-5
         # Central differences: 1e-10 of truncation times the third derivative, 1e-11 of rounding.
         assert (gradient * direction[name]).sum().item() == pytest.approx(slope, rel=1e-5, abs=1e-7)

@@ -205,6 +205,9 @@ class Layout:
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
             "pipeline_dtype": torch.float32,
+            # With two stages and chunks, batched sends between the same two ranks get mixed up.
+            "overlap_p2p_comm": self.vp is not None,
+            "batch_p2p_comm": self.vp is None,
         }
 
 

@@ -64,7 +64,7 @@ class Setup:
     per_token: bool = False
     masked: bool = True
     dtype: torch.dtype = torch.float32
-    ddp: Mapping[str, Any] | None = None
+    ddp: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     std: float = 0.1
 
@@ -175,12 +175,11 @@ class Rig:
             from megatron.core.transformer.module import Float16Module
 
             self.chunks = [Float16Module(self.config, m) for m in self.models]
-        if setup.ddp is not None:
-            ddp = DistributedDataParallelConfig(**setup.ddp)
-            self.chunks = [
-                DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0)
-                for i, chunk in enumerate(self.chunks)
-            ]
+        ddp = DistributedDataParallelConfig(**setup.ddp)
+        self.chunks = [
+            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(self.chunks)
+        ]
         self.config.finalize_model_grads_func = finalize_model_grads
         self.schedule = self._schedule()
 
@@ -271,12 +270,9 @@ class Rig:
 
     def run(self, *, forward_only: bool = False) -> list[dict[str, torch.Tensor]]:
         """One forward and backward over a step's micro-batches; gradients are left in place."""
-        for chunk in self.chunks:
-            if isinstance(chunk, DistributedDataParallel):
-                if not forward_only:
-                    chunk.zero_grad_buffer()
-            else:
-                chunk.zero_grad()
+        if not forward_only:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
         return self.schedule(
             data_iterator=self.batches(),
             model=self.chunks,

@@ -1,0 +1,250 @@
+"""Executes a plan on one rank: runs its actions in order and hands tensors to the neighbours.
+
+The executor knows neither Megatron nor the model. What an action does is up to a
+:class:`StageProgram`; stages that only sleep are as good as real ones. A single stage is the same
+plan with every hand-over local: there is no second code path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megalatent.passes.channels import Inbox, Outbox, Ring
+from megalatent.passes.plan import Action, Plan, next_backward, next_forward
+from megalatent.passes.watch import Watch
+
+__all__ = ["Executor", "HandOver", "Recorder", "StageProgram"]
+
+
+class StageProgram(Protocol):
+    """What the actions of a plan do on this rank."""
+
+    def forward(self, action: Action, stage_input: Tensor | None) -> Tensor:
+        """Run the chunk's layers; ``stage_input`` is None where pass 1 starts from tokens.
+
+        Returns:
+            The tensor to hand over, ``[s, b, h]``.
+        """
+
+    def head(self, action: Action) -> None:
+        """Compute the loss of a pass and the gradient of its state."""
+
+    def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        """Back-propagate a visit; ``gradient`` is None where no later visit consumed its output.
+
+        Returns:
+            The gradient of the stage input, or None where there was none.
+        """
+
+    def sent(self, action: Action) -> None:
+        """The output of forward ``action`` has left this rank; its memory may be freed."""
+
+    def chunk_finished(self, chunk: int) -> None:
+        """The last backward of ``chunk`` is done: its gradients are final on this rank."""
+
+
+class Recorder(Protocol):
+    """Takes the times of a step; see :mod:`megalatent.profiling`."""
+
+    def begin(self, kind: str, action: Action) -> None: ...
+
+    def end(self, kind: str, action: Action) -> None: ...
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Shape, dtype and device of every tensor that crosses stages in a step."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Executor:
+    """Runs plans on one rank of a ring.
+
+    Args:
+        ring: the channels to the neighbours.
+        watch: told of every action, so that a stall is noticed and explained; or None.
+        recorder: takes times; or None, which costs nothing.
+    """
+
+    def __init__(
+        self, ring: Ring, *, watch: Watch | None = None, recorder: Recorder | None = None
+    ) -> None:
+        self.ring = ring
+        self.watch = watch
+        self.recorder = recorder
+
+    def run(self, plan: Plan, program: StageProgram, hand_over: HandOver) -> None:
+        """Run all actions of ``plan`` on this rank.
+
+        Raises:
+            ValueError: the plan is for another number of stages.
+            RuntimeError: a neighbour is gone; the message names the action that waited.
+        """
+        if plan.stages != self.ring.size:
+            raise ValueError(
+                f"the plan is for {plan.stages} stages, but this pipeline has {self.ring.size}"
+            )
+        _Run(self, plan, program, hand_over).run()
+
+
+class _Run:
+    """One step of one rank."""
+
+    def __init__(
+        self, executor: Executor, plan: Plan, program: StageProgram, hand_over: HandOver
+    ) -> None:
+        self.ring, self.watch, self.recorder = executor.ring, executor.watch, executor.recorder
+        self.plan, self.program = plan, program
+        self.rank = self.ring.rank
+        self.mine = plan.actions[self.rank]
+        # Hand-overs inside the rank, by the action that consumes them.
+        self.local: dict[Action, Tensor] = {}
+        self.alone = self.ring.size == 1
+        if not self.alone:
+            self._open_channels(hand_over)
+
+    def _open_channels(self, hand_over: HandOver) -> None:
+        ring, plan = self.ring, self.plan
+        before, after = (self.rank - 1) % ring.size, (self.rank + 1) % ring.size
+        self.index_before = {a: i for i, a in enumerate(plan.actions[before])}
+        self.index_after = {a: i for i, a in enumerate(plan.actions[after])}
+        kwargs: dict[str, Any] = {
+            "shape": hand_over.shape,
+            "dtype": hand_over.dtype,
+            "device": hand_over.device,
+        }
+        forward = self._expected(before, "F")
+        backward = self._expected(after, "B")
+        self.forward_in = Inbox(forward, ring.previous_rank, ring.forward_in, **kwargs)
+        self.backward_in = Inbox(backward, ring.next_rank, ring.backward_in, **kwargs)
+        self.forward_out = Outbox(ring.next_rank, ring.forward_out)
+        self.backward_out = Outbox(ring.previous_rank, ring.backward_out)
+
+    def _expected(self, sender: int, kind: str) -> list[tuple[Action, int]]:
+        """Messages ``sender`` sends to this rank, in its order, keyed by the consuming action."""
+        follow = next_forward if kind == "F" else next_backward
+        messages = []
+        for index, action in enumerate(self.plan.actions[sender]):
+            if action.kind == kind:
+                target = follow(action, sender, self.plan)
+                if target is not None and target[0] == self.rank:
+                    messages.append((target[1], index))
+        return messages
+
+    def run(self) -> None:
+        last_backward = {a.chunk: i for i, a in enumerate(self.mine) if a.kind == "B"}
+        with self.watch.step(self.plan, self.rank) if self.watch else _nothing():
+            for index, action in enumerate(self.mine):
+                self._perform(index, action)
+                if action.kind == "B" and last_backward[action.chunk] == index:
+                    self.program.chunk_finished(action.chunk)
+            self._finish()
+
+    def _perform(self, index: int, action: Action) -> None:
+        if action.kind == "F":
+            stage_input = self._receive(index, action)
+            self._begin(index, "F", action)
+            output = self.program.forward(action, stage_input)
+            self._end("F", action)
+            self._hand_over(action, output.detach(), next_forward(action, self.rank, self.plan))
+        elif action.kind == "B":
+            gradient = self._receive(index, action)
+            self._begin(index, "B", action)
+            gradient = self.program.backward(action, gradient)
+            self._end("B", action)
+            target = next_backward(action, self.rank, self.plan)
+            if target is not None:
+                assert gradient is not None
+                self._hand_over(action, gradient, target)
+        elif action.kind == "H":
+            self._begin(index, "H", action)
+            self.program.head(action)
+            self._end("H", action)
+        else:
+            raise ValueError(f"an action of unknown kind: {action}")
+
+    # -- hand-overs -------------------------------------------------------------------------
+
+    def _receive(self, index: int, action: Action) -> Tensor | None:
+        """The input of ``action``, or None if nothing is handed to it."""
+        source = self.plan.source(action, self.rank)
+        if source is None:
+            return None
+        if source == self.rank:
+            return self.local.pop(action)
+        if self.watch:
+            self.watch.waiting(index, action, source)
+        if self.recorder:
+            self.recorder.begin("wait", action)
+        inbox, outbox = (
+            (self.forward_in, self.backward_out)
+            if action.kind == "F"
+            else (self.backward_in, self.forward_out)
+        )
+        try:
+            tensor, sender_index = inbox.take(action)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"stage {self.rank} waited for {action} from stage {source}, which is gone: {error}"
+            ) from error
+        if self.recorder:
+            self.recorder.end("wait", action)
+        self._released(outbox, sender_index)
+        return tensor
+
+    def _hand_over(self, action: Action, tensor: Tensor, target: tuple[int, Action] | None) -> None:
+        if target is None:
+            if action.kind == "F":
+                self.program.sent(action)
+            return
+        rank, consumer = target
+        if rank == self.rank:
+            self.local[consumer] = tensor
+            return
+        forward = action.kind == "F"
+        outbox = self.forward_out if forward else self.backward_out
+        index = (self.index_after if forward else self.index_before)[consumer]
+        outbox.send(tensor.contiguous(), index, action)
+
+    def _released(self, outbox: Outbox, receiver_index: int | None) -> None:
+        for action in outbox.release(receiver_index):
+            if action.kind == "F":  # type: ignore[attr-defined]
+                self.program.sent(action)  # type: ignore[arg-type]
+
+    def _finish(self) -> None:
+        if self.alone:
+            return
+        self._released(self.forward_out, None)
+        self._released(self.backward_out, None)
+
+    # -- telling others ---------------------------------------------------------------------
+
+    def _begin(self, index: int, kind: str, action: Action) -> None:
+        if self.watch:
+            self.watch.running(index, action)
+        if self.recorder:
+            self.recorder.begin(kind, action)
+
+    def _end(self, kind: str, action: Action) -> None:
+        if self.recorder:
+            self.recorder.end(kind, action)
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def now() -> float:
+    """Seconds on the clock that all recorders share."""
+    return time.perf_counter()

@@ -1,0 +1,230 @@
+"""What a run reports: losses and state changes per pass, passes per step, tokens.
+
+Megatron's own log keeps its meaning (``lm loss`` is the loss of pass 1). Losses of further passes
+are averaged and printed here, because Megatron's log takes the keys of the first micro-batch and
+divides by all iterations, also those that had no such pass.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalatent.training.losses import PassSums
+
+__all__ = ["MetricsLog", "RunState", "reduce_sums"]
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass
+class RunState:
+    """Counts over the whole run; saved with every checkpoint.
+
+    Attributes:
+        pass_counts: K -> micro-batches (of the global batch) trained with K passes.
+        token_equivalent_tokens: tokens times passes.
+        fusion_updates: optimiser steps that updated the fusion.
+    """
+
+    pass_counts: Counter[int] = field(default_factory=Counter)
+    token_equivalent_tokens: int = 0
+    fusion_updates: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "pass_counts": dict(self.pass_counts),
+            "token_equivalent_tokens": self.token_equivalent_tokens,
+            "fusion_updates": self.fusion_updates,
+        }
+
+    @staticmethod
+    def from_dict(state: dict[str, Any]) -> RunState:
+        return RunState(
+            Counter({int(k): int(n) for k, n in state["pass_counts"].items()}),
+            int(state["token_equivalent_tokens"]),
+            int(state["fusion_updates"]),
+        )
+
+
+def reduce_sums(
+    sums: Sequence[dict[int, Tensor]], group: dist.ProcessGroup | None
+) -> dict[int, float]:
+    """Mean per pass from ``[sum, count]`` pairs of several steps and all ranks of ``group``.
+
+    Every rank of the group must hold the same passes.
+    """
+    total: dict[int, Tensor] = {}
+    for step in sums:
+        for k, pair in step.items():
+            total[k] = pair.double() if k not in total else total[k] + pair
+    if not total:
+        return {}
+    passes = sorted(total)
+    stacked = torch.stack([total[k] for k in passes])
+    if group is not None and group.size() > 1:
+        dist.all_reduce(stacked, group=group)
+    return {
+        k: float(s / n) if n > 0 else float("nan")
+        for k, (s, n) in zip(passes, stacked, strict=True)
+    }
+
+
+class MetricsLog:
+    """Collects, reduces, prints and writes the metrics of a run.
+
+    Args:
+        folder: where ``metrics.jsonl`` goes, or None.
+        loss_group: ranks that share a step's tokens (DP x CP).
+        change_group: ranks that share a step's positions (DP x CP, and TP under SP).
+        last_stage: whether this rank has losses.
+        speaks: whether this rank prints and writes.
+        tokens_per_step: tokens of a global batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: Path | None,
+        loss_group: dist.ProcessGroup | None,
+        change_group: Sequence[dist.ProcessGroup | None],
+        last_stage: bool,
+        speaks: bool,
+        state: RunState,
+    ) -> None:
+        self.folder = folder
+        self.loss_group = loss_group
+        self.change_groups = change_group
+        self.last_stage = last_stage
+        self.speaks = speaks
+        self.state = state
+        self.listeners: list[Any] = []
+        self._steps: list[tuple[int, ...]] = []
+        self._tokens = 0
+        self._seconds = 0.0
+        self._began = 0.0
+
+    def step_begins(self) -> None:
+        """Called before a training step's forward and backward."""
+        self._began = time.perf_counter()
+
+    def step_ends(self, passes: Sequence[int], replicas: int, tokens: int) -> None:
+        """Called after a training step's optimiser update.
+
+        Args:
+            passes: K of this rank's micro-batches.
+            replicas: data-parallel ranks, which all drew the same.
+            tokens: tokens of the global batch.
+        """
+        self._seconds += time.perf_counter() - self._began
+        self._steps.append(tuple(passes))
+        self._tokens += tokens
+        self.state.pass_counts.update({k: n * replicas for k, n in Counter(passes).items()})
+        self.state.token_equivalent_tokens += tokens * sum(passes) // len(passes)
+
+    def train(
+        self,
+        sums: list[PassSums],
+        *,
+        iteration: int,
+        total: int,
+        consumed_samples: int,
+        writer: Any = None,
+        extra: dict[str, float] | None = None,
+    ) -> None:
+        """Log an interval of training steps and start the next one.
+
+        Args:
+            sums: of the steps since the last call; emptied.
+            writer: TensorBoard writer or None.
+        """
+        losses = reduce_sums([s.loss for s in sums], self.loss_group) if self.last_stage else {}
+        sums.clear()
+        steps, self._steps = self._steps, []
+        tokens, self._tokens = self._tokens, 0
+        seconds, self._seconds = self._seconds, 0.0
+        if not self.speaks or not steps:
+            return
+        mean_passes = sum(sum(s) / len(s) for s in steps) / len(steps)
+        record = {
+            "kind": "train",
+            "iteration": iteration,
+            "iterations": total,
+            "consumed_samples": consumed_samples,
+            "loss_per_pass": {str(k): v for k, v in losses.items()},
+            "passes_per_step": mean_passes,
+            "pass_counts": {str(k): n for k, n in sorted(self.state.pass_counts.items())},
+            "token_equivalent_tokens": self.state.token_equivalent_tokens,
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "seconds": seconds,
+            **(extra or {}),
+        }
+        parts = [f" latent iteration {iteration:8d}/{total:8d} | passes: {mean_passes:.2f}"]
+        parts += [f"loss pass {k}: {v:.6E}" for k, v in losses.items()]
+        parts.append(f"tokens/s: {record['tokens_per_second']:,.0f}")
+        parts.append(f"token-equivalent tokens: {self.state.token_equivalent_tokens:,}")
+        print(" | ".join(parts), flush=True)
+        if writer is not None:
+            for k, value in losses.items():
+                writer.add_scalar(f"latent/loss pass {k}", value, iteration)
+            writer.add_scalar("latent/passes per step", mean_passes, iteration)
+            writer.add_scalar(
+                "latent/token-equivalent tokens", self.state.token_equivalent_tokens, iteration
+            )
+        self._write(record)
+
+    def evaluation(self, sums: list[PassSums], *, iteration: int, writer: Any = None) -> None:
+        """Log losses and state changes of k = 1, 2, ... of one evaluation; empties ``sums``."""
+        losses: dict[int, float] = {}
+        changes: dict[int, float] = {}
+        if self.last_stage:
+            losses = reduce_sums([s.loss for s in sums], self.loss_group)
+            changes = self._changes(sums)
+        sums.clear()
+        if not self.speaks or not losses:
+            return
+        print(" latent validation by pass |    k |      loss | state change", flush=True)
+        for k, loss in losses.items():
+            change = f"{changes[k]:12.5f}" if k in changes else " " * 12
+            print(f"                           | {k:4d} | {loss:9.5f} | {change}", flush=True)
+            if writer is not None:
+                writer.add_scalar(f"latent/validation loss pass {k}", loss, iteration)
+                if k in changes:
+                    writer.add_scalar(f"latent/state change pass {k}", changes[k], iteration)
+        self._write(
+            {
+                "kind": "evaluation",
+                "iteration": iteration,
+                "loss_per_pass": {str(k): v for k, v in losses.items()},
+                "state_change": {str(k): v for k, v in changes.items()},
+            }
+        )
+
+    def _changes(self, sums: list[PassSums]) -> dict[int, float]:
+        total: list[dict[int, Tensor]] = [s.change for s in sums]
+        *inner, outer = self.change_groups
+        for group in inner:
+            if group is not None and group.size() > 1:
+                for step in total:
+                    for k in sorted(step):
+                        step[k] = step[k].clone()
+                        dist.all_reduce(step[k], group=group)
+        return reduce_sums(total, outer)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        for listener in self.listeners:
+            listener(record)
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / METRICS_FILE).open("a") as file:
+            file.write(json.dumps(record) + "\n")

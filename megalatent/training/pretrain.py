@@ -1,0 +1,254 @@
+"""Training: Megatron's ``pretrain()`` with latent models and multi-pass steps.
+
+Nothing here trains. Megatron's trainer, optimisers, checkpoints and logs run as they are; this
+file builds the latent model, and replaces the few module attributes through which Megatron looks
+up its schedule and its hooks (``_HOOKS``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalatent import platform
+from megalatent.config import Config
+
+__all__ = ["run"]
+
+
+def run(config: Config) -> None:
+    """Train as configured, on this rank of a run that has been launched.
+
+    Args:
+        config: loaded and checked. ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
+            ``MASTER_PORT`` are in the environment.
+
+    Raises:
+        UserError: the checkpoint does not fit the model.
+    """
+    platform.install()
+    from megatron.core.enums import ModelType
+    from megatron.training import training
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megalatent.model.layers import layer_spec
+    from megalatent.training.data import dataset_provider
+
+    # Megatron parses the command line, in several places.
+    sys.argv = [sys.argv[0], *config.megatron_argv()]
+    args = parse_and_validate_args()
+    args.latent_config = config.resolved()["latent"]
+    if _recomputes(config):
+        args.recompute_granularity = "full"
+        args.recompute_method = "uniform"
+        args.recompute_num_layers = 1
+    session = Session(config, args)
+    model_config = gpt_config_from_args(args)
+    model_config.transformer_layer_spec = layer_spec
+    model_config.pre_wrap_hooks.append(session.wrap)
+    container = pretrain_cfg_container_from_args(args, model_config)
+    session.install_hooks()
+    training.pretrain(
+        container, dataset_provider, ModelType.encoder_or_decoder, forward_step_func=None
+    )
+
+
+def _recomputes(config: Config) -> bool:
+    mode = config.latent.passes.recompute
+    return any(m != "never" for m in ([mode] if isinstance(mode, str) else mode.values()))
+
+
+class Session:
+    """What the hooks of one run share.
+
+    Args:
+        config: the run's configuration.
+        args: Megatron's arguments, validated.
+    """
+
+    def __init__(self, config: Config, args: Any) -> None:
+        from megalatent.training.freeze import FusionFreeze
+        from megalatent.training.metrics import RunState
+
+        self.config = config
+        self.args = args
+        self.models: list[Any] = []
+        self.state = RunState()
+        self.freeze = FusionFreeze(config.latent.fusion.warmup_iters)
+        self._schedule: Any = None
+        self._metrics: Any = None
+
+    # -- model ------------------------------------------------------------------------------
+
+    def wrap(self, chunks: list[Any]) -> list[Any]:
+        """Megatron's pre-wrap hook: backbones become latent models."""
+        from megatron.training import get_tokenizer
+
+        from megalatent.model.build import latent_model
+
+        vocab_size = get_tokenizer().vocab_size
+        self.models = [latent_model(c, self.config.latent, vocab_size) for c in chunks]
+        return list(self.models)
+
+    # -- hooks ------------------------------------------------------------------------------
+
+    def install_hooks(self) -> None:
+        """Put our functions where Megatron looks its own up."""
+        from megatron.training import checkpointing, training
+
+        from megalatent.checkpoint.fresh import FreshFusion
+
+        def around(module: Any, name: str, make: Callable[[Any], Any]) -> None:
+            setattr(module, name, make(getattr(module, name)))
+
+        around(training, "get_forward_backward_func", lambda _: self._forward_backward_func)
+        around(training, "setup_model_and_optimizer", self._setup)
+        around(training, "evaluate", self._evaluate)
+        around(training, "post_training_step_callbacks", self._after_step)
+        around(training, "num_floating_point_operations", self._flops)
+        around(checkpointing, "check_checkpoint_args", self._checkpoint_args)
+        around(
+            checkpointing,
+            "_load_global_dist_base_checkpoint",
+            lambda read: FreshFusion(read, _print_rank_0),
+        )
+
+    def _forward_backward_func(self, **_: Any) -> Callable[..., Any]:
+        return self._step
+
+    def _setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            model, optimizer, scheduler = original(*args, **kwargs)
+            self.freeze.attach(optimizer, self.models)
+            self.freeze.updates = self.state.fusion_updates
+            return model, optimizer, scheduler
+
+        return setup_model_and_optimizer
+
+    def _checkpoint_args(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+            from megalatent.training.metrics import RunState
+
+            saved = getattr(checkpoint_args, "latent_state", None)
+            if saved is not None and not self.args.finetune:
+                self.state.__dict__.update(RunState.from_dict(saved).__dict__)
+            _say_changes(getattr(checkpoint_args, "latent_config", None), self.args.latent_config)
+            return original(checkpoint_args, *args, **kwargs)
+
+        return check_checkpoint_args
+
+    def _step(self, *, forward_only: bool = False, **kwargs: Any) -> Any:
+        schedule, metrics = self.schedule(), self.metrics()
+        if not forward_only:
+            metrics.step_begins()
+        result = schedule(forward_only=forward_only, **kwargs)
+        if not forward_only:
+            self.freeze.plain_step = max(schedule.last_passes) == 1
+        return result
+
+    def _after_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def post_training_step_callbacks(
+            model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any, **kwargs: Any
+        ) -> Any:
+            self._log_step(optimizer, iteration)
+            return original(model, optimizer, scheduler, iteration, *rest, **kwargs)
+
+        return post_training_step_callbacks
+
+    def _log_step(self, optimizer: Any, iteration: int) -> None:
+        from megatron.training.global_vars import get_tensorboard_writer
+
+        args, schedule, metrics = self.args, self.schedule(), self.metrics()
+        samples = len(schedule.last_passes) * args.micro_batch_size * args.data_parallel_size
+        metrics.step_ends(schedule.last_passes, args.data_parallel_size, samples * args.seq_length)
+        self.state.fusion_updates = self.freeze.updates
+        args.latent_state = self.state.to_dict()
+        if iteration % args.log_interval == 0:
+            groups = optimizer.param_groups
+            metrics.train(
+                schedule.train_sums,
+                iteration=iteration,
+                total=args.train_iters,
+                consumed_samples=args.consumed_train_samples,
+                writer=get_tensorboard_writer(),
+                extra={"learning_rate": max((g["lr"] for g in groups), default=0.0)},
+            )
+
+    def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            from megatron.training.global_vars import get_tensorboard_writer
+
+            schedule = self.schedule()
+            schedule.eval_sums.clear()
+            result = original(*args, **kwargs)
+            self.metrics().evaluation(
+                schedule.eval_sums,
+                iteration=getattr(self.args, "curr_iteration", self.args.iteration),
+                writer=get_tensorboard_writer(),
+            )
+            return result
+
+        return evaluate
+
+    def _flops(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def num_floating_point_operations(*args: Any, **kwargs: Any) -> Any:
+            passes = self.schedule().last_passes
+            return original(*args, **kwargs) * (sum(passes) / len(passes) if passes else 1)
+
+        return num_floating_point_operations
+
+    # -- made once the process groups exist -------------------------------------------------
+
+    def schedule(self) -> Any:
+        if self._schedule is None:
+            from megalatent.training.setup import make_schedule
+
+            self._schedule = make_schedule(self.config, self.args)
+        return self._schedule
+
+    def metrics(self) -> Any:
+        if self._metrics is None:
+            from megalatent.training.setup import make_metrics
+
+            self._metrics = make_metrics(self.args, self.state)
+        return self._metrics
+
+
+def _print_rank_0(line: str) -> None:
+    from megatron.training import print_rank_0
+
+    print_rank_0(line)
+
+
+def _say_changes(before: Any, now: dict[str, Any]) -> None:
+    """Name the latent options that differ from the checkpoint's: resuming then changes the run."""
+    if before is None:
+        return
+    changed = [
+        f"latent.{section}.{key}: {before[section].get(key)!r} -> {value!r}"
+        for section, values in now.items()
+        if isinstance(values, dict) and isinstance(before.get(section), dict)
+        for key, value in values.items()
+        if before[section].get(key) != value
+    ]
+    if changed:
+        _print_rank_0(f" latent options changed since the checkpoint: {'; '.join(changed)}")
+
+
+def save_folder(args: Any) -> Path | None:
+    """Where a run keeps its files beside Megatron's checkpoints, or None if it saves nothing."""
+    folder = args.save or args.tensorboard_dir
+    return Path(folder) if folder else None
+
+
+def local_device() -> torch.device:
+    """The device this rank computes on."""
+    return torch.device(torch.cuda.current_device())

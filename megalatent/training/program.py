@@ -1,0 +1,240 @@
+"""What a plan's actions do with Megatron model chunks: forward, head and backward of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalatent.model.batch import MicroBatch
+from megalatent.model.wrapper import LatentModel
+from megalatent.passes.plan import Action
+from megalatent.training.losses import PassLoss
+from megalatent.training.recompute import RecomputeSwitch
+
+__all__ = ["MegatronProgram", "Visit"]
+
+
+@dataclass(kw_only=True)
+class Visit:
+    """A chunk visit between its forward and its backward.
+
+    Attributes:
+        stage_input: leaf that collects the gradient to hand back, or None for pass 1 of the
+            first chunk.
+        output: root of the visit's graph, ``[s, b, h]``.
+        head_gradient: gradient of the state from the head, on the last chunk.
+        loss: root of the whole graph instead, where stack and head run as one graph.
+    """
+
+    stage_input: Tensor | None
+    output: Tensor
+    head_gradient: Tensor | None = None
+    loss: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class _Tokens:
+    """The token side of a micro-batch on the first chunk, shared by all its passes.
+
+    The graphs behind ``embedding`` and behind the fusion's token part are walked backwards once,
+    after the last backward of the micro-batch; until then their gradients gather in leaves.
+    """
+
+    embedding: Tensor
+    leaf: Tensor
+    roots: list[Tensor] | None = None
+    leaves: list[Tensor] | None = None
+
+
+class MegatronProgram:
+    """One step of this rank's chunks.
+
+    Args:
+        chunks: unwrapped model chunks of this rank.
+        batches: micro-batches, as this rank sees them.
+        passes: K of each micro-batch.
+        kernels: pointwise kernels of the fusion.
+        loss: the objective; used on the last chunk only.
+        recompute: switches activation recomputation per pass.
+        training: False runs forwards and heads without gradients.
+        on_chunk_finished: called with a chunk's index once its gradients are final here.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[LatentModel],
+        batches: Sequence[MicroBatch],
+        passes: Sequence[int],
+        *,
+        kernels: Any,
+        loss: PassLoss,
+        recompute: RecomputeSwitch,
+        training: bool,
+        on_chunk_finished: Callable[[int], None] = lambda chunk: None,
+    ) -> None:
+        self.chunks = chunks
+        self.batches = batches
+        self.passes = passes
+        self.kernels = kernels
+        self.loss = loss
+        self.recompute = recompute
+        self.training = training
+        self.on_chunk_finished = on_chunk_finished
+        self.config = chunks[0].config
+        self._visits: dict[tuple[int, int, int], Visit] = {}
+        self._tokens: dict[int, _Tokens] = {}
+        self._fresh_chunks = set(range(len(chunks)))
+
+    # -- actions ----------------------------------------------------------------------------
+
+    def forward(self, action: Action, stage_input: Tensor | None) -> Tensor:
+        _, micro_batch, k, chunk = action
+        model, batch = self.chunks[chunk], self.batches[micro_batch]
+        if chunk in self._fresh_chunks:
+            # Quantised weight caches are filled by the first visit of a step only: pass 2 of the
+            # first micro-batch is not a first micro-batch.
+            self._fresh_chunks.discard(chunk)
+            if hasattr(model.backbone, "set_is_first_microbatch"):
+                model.backbone.set_is_first_microbatch()
+        if stage_input is not None and self.training:
+            stage_input = stage_input.detach().requires_grad_()
+        with self._timed("forward-compute"), self._autocast():
+            x = self._stack_input(model, batch, micro_batch, k, stage_input)
+            with self.recompute.visit(k, self.passes[micro_batch]):
+                output = model("stack", batch, x)
+        if self.training or model.post_process:
+            self._visits[micro_batch, k, chunk] = Visit(stage_input=stage_input, output=output)
+        if not self.training and model.pre_process and k == self.passes[micro_batch]:
+            self._tokens.pop(micro_batch, None)
+        return output
+
+    def head(self, action: Action) -> None:
+        _, micro_batch, k, chunk = action
+        model, batch = self.chunks[chunk], self.batches[micro_batch]
+        visit = self._visits[micro_batch, k, chunk]
+        if not self.training:
+            del self._visits[micro_batch, k, chunk]
+            with self._autocast():
+                self.loss.evaluate(micro_batch, k, model("head", batch, visit.output), batch, visit)
+            return
+        K = self.passes[micro_batch]
+        self.loss.set_auxiliary_scales(k, K)
+        if self._one_graph(model, K):
+            with self._timed("forward-compute"), self._autocast():
+                losses = model("head", batch, visit.output)
+            visit.loss = self.loss.objective(micro_batch, k, K, losses, batch, visit)
+            return
+        state = visit.output.detach().requires_grad_()
+        with self._timed("forward-compute"), self._autocast():
+            losses = model("head", batch, state)
+        objective = self.loss.objective(micro_batch, k, K, losses, batch, visit)
+        with self._timed("backward-compute"):
+            torch.autograd.backward(objective)
+        visit.head_gradient = state.grad
+
+    def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        _, micro_batch, k, chunk = action
+        model = self.chunks[chunk]
+        visit = self._visits.pop((micro_batch, k, chunk))
+        self.loss.set_auxiliary_scales(k, self.passes[micro_batch])
+        with self._timed("backward-compute"):
+            if visit.loss is not None:
+                torch.autograd.backward(visit.loss)
+            else:
+                # The last chunk's state has two gradients: from its loss, and from the pass
+                # that consumed it. Summed first, so that the stack is walked once.
+                if visit.head_gradient is not None:
+                    gradient = (
+                        visit.head_gradient if gradient is None else visit.head_gradient + gradient
+                    )
+                torch.autograd.backward(visit.output, gradient)
+            if model.pre_process and k == 1:
+                self._tokens_backward(micro_batch)
+        return None if visit.stage_input is None else visit.stage_input.grad
+
+    def sent(self, action: Action) -> None:
+        """Nothing to do: a visit's output is its graph's root and lives until its backward."""
+
+    def chunk_finished(self, chunk: int) -> None:
+        self.on_chunk_finished(chunk)
+
+    # -- first chunk ------------------------------------------------------------------------
+
+    def _one_graph(self, model: LatentModel, passes: int) -> bool:
+        """A plain micro-batch on a single stage runs as one graph, as Megatron runs it.
+
+        The tied embedding then gets one sum of its two gradients, in Megatron's order of
+        rounding; nothing would be gained by cutting the graph.
+        """
+        return passes == 1 and model.pre_process and model.post_process
+
+    def _stack_input(
+        self,
+        model: LatentModel,
+        batch: MicroBatch,
+        micro_batch: int,
+        k: int,
+        stage_input: Tensor | None,
+    ) -> Tensor:
+        if not model.pre_process:
+            assert stage_input is not None
+            return stage_input
+        if k == 1:
+            embedding = model("embed", batch)
+            leaf = embedding
+            if self.training and not self._one_graph(model, self.passes[micro_batch]):
+                leaf = embedding.detach().requires_grad_()
+            self._tokens[micro_batch] = _Tokens(embedding=embedding, leaf=leaf)
+            return model("plain", leaf)
+        tokens = self._tokens[micro_batch]
+        if tokens.leaves is None:
+            rows, token_part = model("prepare", tokens.leaf)
+            tokens.roots = [token_part] if rows is tokens.leaf else [rows, token_part]
+            if self.training:
+                cut = [x.detach().requires_grad_() if x.requires_grad else x for x in tokens.roots]
+            else:
+                cut = tokens.roots
+            tokens.leaves = [tokens.leaf, *cut] if rows is tokens.leaf else cut
+        rows, token_part = tokens.leaves
+        return model("fuse", self.kernels, batch, k, stage_input, rows, token_part)
+
+    def _tokens_backward(self, micro_batch: int) -> None:
+        tokens = self._tokens.pop(micro_batch)
+        if tokens.roots is not None and tokens.leaves is not None:
+            cut = tokens.leaves[-len(tokens.roots) :]
+            pairs = [
+                (root, leaf.grad)
+                for root, leaf in zip(tokens.roots, cut, strict=True)
+                if root.requires_grad and leaf.grad is not None
+            ]
+            if pairs:
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        if tokens.leaf is not tokens.embedding:
+            torch.autograd.backward(tokens.embedding, tokens.leaf.grad)
+
+    # -- surroundings -----------------------------------------------------------------------
+
+    def _autocast(self) -> AbstractContextManager:
+        if self.config.enable_autocast:
+            return torch.autocast("cuda", dtype=self.config.autocast_dtype)
+        return nullcontext()
+
+    def _timed(self, name: str) -> AbstractContextManager:
+        timers = self.config.timers
+        return nullcontext() if timers is None else _Timed(timers(name, log_level=2))
+
+
+class _Timed:
+    def __init__(self, timer: Any) -> None:
+        self._timer = timer
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.stop()

@@ -1,0 +1,127 @@
+"""Makes the schedule and the metrics of a run from its configuration and Megatron's arguments."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megalatent import kernels
+from megalatent.config import Config
+from megalatent.model.batch import RowSettings
+from megalatent.passes.costs import Costs
+from megalatent.passes.sampling import PassSampler
+from megalatent.passes.watch import Watch
+from megalatent.training.data import (
+    DataSettings,
+    needs_documents_everywhere,
+    pick_iterator,
+)
+from megalatent.training.metrics import MetricsLog, RunState
+from megalatent.training.pretrain import local_device, save_folder
+from megalatent.training.schedule import LatentSchedule, StepPosition
+
+__all__ = ["make_metrics", "make_schedule"]
+
+
+def make_schedule(config: Config, args: Any) -> LatentSchedule:
+    """The schedule of this rank. Megatron's process groups exist."""
+    from megatron.training import get_tokenizer
+
+    latent = config.latent
+    sampler = PassSampler(
+        [(phase.start, phase.mixture) for phase in latent.passes.schedule],
+        train_iters=args.train_iters,
+        seed=latent.seed,
+        draw=latent.passes.draw,
+    )
+    rows = None
+    if latent.fusion.fuses:
+        rows = RowSettings(
+            seed=latent.seed,
+            jitter=latent.fusion.jitter,
+            prefix_mixin=latent.fusion.prefix_mixin,
+        )
+    data = DataSettings(
+        seq_length=args.seq_length,
+        end_of_document=get_tokenizer().eod,
+        packed=bool(args.sft or args.dataloader_inter_document_masking),
+        attention_mask=args.create_attention_mask_in_dataloader,
+        rows=rows,
+        sequence_parallel=args.sequence_parallel,
+    )
+
+    def position() -> StepPosition:
+        iteration = getattr(args, "curr_iteration", args.iteration)
+        return StepPosition(iteration, args.consumed_train_samples)
+
+    ends = parallel_state.is_pipeline_first_stage(
+        ignore_virtual=True
+    ) or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    folder = save_folder(args)
+    return LatentSchedule(
+        latent,
+        sampler=sampler,
+        data=data,
+        kernels=kernels.select(latent.fusion.kernel, local_device(), args.params_dtype),
+        position=position,
+        pick_iterator=lambda iterators: pick_iterator(iterators, args),
+        reads_data=ends or data.packed or needs_documents_everywhere(args),
+        watch=Watch(
+            latent.passes.timeout_seconds,
+            folder / "stalls" if folder else None,
+            name=f"rank {torch.distributed.get_rank()}",
+        ),
+        check_losses=_check_losses(args),
+        costs=Costs.load(latent.passes.costs) if latent.passes.costs else Costs(),
+    )
+
+
+def _check_losses(args: Any) -> Any:
+    """One check of all losses of a step, because each check waits for the device."""
+    if not args.check_for_nan_in_loss_and_grad:
+        return None
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    def bad(losses: Tensor) -> bool:
+        return not bool(torch.isfinite(losses).all())
+
+    def check(losses: Tensor) -> None:
+        if bad(losses):
+            passes = [
+                k for k, x in enumerate(losses.tolist(), 1) if not torch.isfinite(torch.tensor(x))
+            ]
+            iteration = getattr(args, "curr_iteration", args.iteration)
+            print(
+                f" loss of pass {', '.join(map(str, passes))} is not finite at iteration "
+                f"{iteration + 1}",
+                file=sys.stderr,
+                flush=True,
+            )
+        get_rerun_state_machine().validate_result(
+            result=losses,
+            rejection_func=bad,
+            message="found a loss that is not finite in the local forward passes",
+            tolerance=0.0,
+            fatal=True,
+        )
+
+    return check
+
+
+def make_metrics(args: Any, state: RunState) -> MetricsLog:
+    """The metrics log of this rank. Megatron's process groups exist."""
+    loss_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    tp_group = parallel_state.get_tensor_model_parallel_group() if args.sequence_parallel else None
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return MetricsLog(
+        folder=save_folder(args),
+        loss_group=loss_group,
+        change_group=[tp_group, loss_group],
+        last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        speaks=rank == world - 1,
+        state=state,
+    )

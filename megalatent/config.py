@@ -37,7 +37,7 @@ class Config:
     """A whole configuration, typed and with every default that another option decides filled in.
 
     Attributes:
-        latent: our part; no None is left that stands for another option's value.
+        latent: our part; what the file leaves null has the value that null stands for.
         megatron: Megatron's options under their own names with underscores, as given, and the
             ones filled in.
         filled_in: the options that were not given and were filled in, with the reason.
@@ -74,14 +74,15 @@ class Config:
                 raise UserError(
                     f"{key}: unknown section: {hint}(a config has {' and '.join(_SECTIONS)})"
                 )
-        latent = LatentConfig.read(given.get("latent"))
+        # Reading our own section takes no time; Megatron's parser takes seconds to import.
+        LatentConfig.read(given.get("latent"))
         from megalatent.config_megatron import read_options
         from megalatent.config_platform import fill_in
 
         megatron = read_options(given.get("megatron"))
         filled_in = fill_in(megatron)
         return cls(
-            latent=latent.resolve(megatron),
+            latent=LatentConfig.read(given.get("latent"), megatron),
             megatron={**megatron, **{name: value for name, (value, _) in filled_in.items()}},
             filled_in={name: reason for name, (_, reason) in filled_in.items()},
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megalatent.config_schedule import PhaseConfig, check_passes, read_schedule
@@ -25,9 +25,11 @@ class FusionConfig:
         kind: `none` (ordinary transformer, one pass), or a name in
             `megalatent.model.fusion.FUSIONS`.
         input_norm: `fused` leaves plain positions as they are; `all` norms every stack input.
-        jitter: sigma of the uniform noise on the state in training; None: the fusion's default.
-        prefix_mixin: plain prefix of random length in each pass k >= 2; None: the fusion's default.
-        init_std: of normally drawn fusion weights; None: `megatron.init_method_std`.
+        jitter: sigma of the uniform noise on the state in training; null in the file: the
+            fusion's own default.
+        prefix_mixin: plain prefix of random length in each pass k >= 2; null in the file: the
+            fusion's own default.
+        init_std: of normally drawn fusion weights; null in the file: `megatron.init_method_std`.
         warmup_iters: steps over which the learning rate of fresh fusion weights rises after their
             first update.
         kernel: which implementation of the pointwise part runs.
@@ -35,9 +37,9 @@ class FusionConfig:
 
     kind: str = "gated"
     input_norm: Literal["fused", "all"] = "fused"
-    jitter: float | None = None
-    prefix_mixin: bool | None = None
-    init_std: float | None = None
+    jitter: float = 0.02
+    prefix_mixin: bool = True
+    init_std: float = 0.02
     warmup_iters: int = 0
     kernel: Literal["auto", "cuda", "triton", "torch"] = "auto"
 
@@ -45,7 +47,7 @@ class FusionConfig:
         where = "latent.fusion"
         for name in ("jitter", "init_std"):
             value = getattr(self, name)
-            ok = value is None or (math.isfinite(value) and value >= 0)
+            ok = math.isfinite(value) and value >= 0
             require(ok, f"{where}.{name}", value, "is negative or not finite", "give 0 or more")
         require(
             self.warmup_iters >= 0,
@@ -60,31 +62,39 @@ class FusionConfig:
         """Whether there is a fusion at all, and so more than one pass to make."""
         return self.kind != "none"
 
-    def resolve(self, init_method_std: float) -> FusionConfig:
-        """With the fusion's own defaults in place of every None.
 
-        Raises:
-            UserError: `kind` names no fusion, or the fusion lacks what `input_norm` asks for.
-        """
-        if not self.fuses:
-            return replace(self, jitter=0.0, prefix_mixin=False, init_std=init_method_std)
+def _fill_nulls(given: Mapping[str, Any], megatron: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `latent:` with a value in place of every null that stands for another one's.
+
+    Raises:
+        UserError: `kind` names no fusion, or the fusion lacks what `input_norm` asks for.
+    """
+    from megalatent.config_megatron import value_of
+
+    fusion = dict(given.get("fusion") or {})
+    kind = fusion.setdefault("kind", FusionConfig().kind)
+    jitter, mixin = 0.0, False
+    if kind != "none":
         from megalatent.model.fusion import FUSIONS
 
-        choose(self.kind, ["none", *FUSIONS], "latent.fusion.kind", "fusion")
-        fusion = FUSIONS[self.kind]
-        if self.input_norm == "all" and not fusion.has_fused_norm:
+        choose(kind, ["none", *FUSIONS], "latent.fusion.kind", "fusion")
+        jitter, mixin = FUSIONS[kind].default_jitter, FUSIONS[kind].default_prefix_mixin
+        if fusion.get("input_norm") == "all" and not FUSIONS[kind].has_fused_norm:
             raise UserError(
-                f"latent.fusion.input_norm: 'all' norms every stack input, and the fusion"
-                f" {self.kind!r} has no such norm: write input_norm: fused"
+                f"latent.fusion.input_norm: 'all' norms every stack input, and the fusion {kind!r}"
+                " has no such norm: write input_norm: fused"
             )
-        return replace(
-            self,
-            jitter=fusion.default_jitter if self.jitter is None else self.jitter,
-            prefix_mixin=(
-                fusion.default_prefix_mixin if self.prefix_mixin is None else self.prefix_mixin
-            ),
-            init_std=init_method_std if self.init_std is None else self.init_std,
-        )
+    init_std = value_of(megatron, "init_method_std")
+    _fill(fusion, {"jitter": jitter, "prefix_mixin": mixin, "init_std": init_std})
+    filled = {**given, "fusion": fusion}
+    _fill(filled, {"seed": value_of(megatron, "seed")})
+    return filled
+
+
+def _fill(section: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if section.get(key) is None:
+            section[key] = value
 
 
 def _read_recompute(value: object, where: str) -> Recompute | dict[int, Recompute]:
@@ -199,22 +209,17 @@ class LatentConfig:
     """Everything under `latent:`.
 
     Attributes:
-        seed: of pass counts, prefix lengths, jitter and fusion weights; None: `megatron.seed`.
+        seed: of pass counts, prefix lengths, jitter and fusion weights; null in the file:
+            `megatron.seed`.
     """
 
-    seed: int | None = None
+    seed: int = 1234
     fusion: FusionConfig = field(default_factory=FusionConfig)
     passes: PassesConfig = field(default_factory=PassesConfig)
     sft: SftConfig = field(default_factory=SftConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self.seed is None or self.seed >= 0,
-            "latent.seed",
-            self.seed,
-            "is negative",
-            "give 0 or more",
-        )
+        require(self.seed >= 0, "latent.seed", self.seed, "is negative", "give 0 or more")
         if not self.fusion.fuses and self.passes.max_passes > 1:
             raise UserError(
                 f"latent.passes.schedule: K = {self.passes.max_passes} with latent.fusion.kind:"
@@ -228,21 +233,44 @@ class LatentConfig:
             )
 
     @classmethod
-    def read(cls, given: object) -> LatentConfig:
-        """From the mapping in the file. Without a fusion, one pass is the default."""
+    def read(cls, given: object, megatron: Mapping[str, Any] | None = None) -> LatentConfig:
+        """From the mapping in the file.
+
+        Args:
+            megatron: Megatron's options; without them, nulls become the defaults of this class.
+
+        Raises:
+            UserError: unknown key, wrong type, value out of range, or a contradiction.
+        """
         if isinstance(given, Mapping):
-            fusion = given.get("fusion")
-            passes = given.get("passes")
-            if isinstance(fusion, Mapping) and fusion.get("kind") == "none":
-                plain = {"schedule": 1, "eval_passes": 1}
-                if passes is None or isinstance(passes, Mapping):
-                    given = {**given, "passes": {**plain, **(passes or {})}}
+            given = _plain_defaults(given)
+            # Checked before the nulls are filled, which takes the sections for mappings.
+            checked = read_dataclass(cls, _without_nulls(given), "latent")
+            if megatron is None:
+                return checked
+        if megatron is not None:
+            given = _fill_nulls(given or {}, megatron)  # type: ignore[arg-type]
         return read_dataclass(cls, given, "latent")
 
-    def resolve(self, megatron: Mapping[str, Any]) -> LatentConfig:
-        """With a value in place of every None that stands for another option's value."""
-        from megalatent.config_megatron import value_of
 
-        seed = value_of(megatron, "seed") if self.seed is None else self.seed
-        fusion = self.fusion.resolve(value_of(megatron, "init_method_std"))
-        return replace(self, seed=seed, fusion=fusion)
+def _plain_defaults(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without a fusion there is one pass to make, unless the file asks for more."""
+    fusion, passes = given.get("fusion"), given.get("passes")
+    if not isinstance(fusion, Mapping) or fusion.get("kind") != "none":
+        return given
+    if passes is not None and not isinstance(passes, Mapping):
+        return given
+    return {**given, "passes": {"schedule": 1, "eval_passes": 1, **(passes or {})}}
+
+
+def _without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the nulls that stand for another option's value."""
+    result = {key: value for key, value in given.items() if (key, value) != ("seed", None)}
+    fusion = result.get("fusion")
+    if isinstance(fusion, Mapping):
+        result["fusion"] = {
+            key: value
+            for key, value in fusion.items()
+            if value is not None or key not in ("jitter", "prefix_mixin", "init_std")
+        }
+    return result

@@ -1,0 +1,118 @@
+"""What happens inside a process that `launch.local` forks: its surroundings, and its last words."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from megalatent.errors import UserError
+
+__all__ = ["LastWords", "run_rank"]
+
+# A pipe holds 64 KiB: a longer message would block a process that nobody may be reading.
+_LONGEST_TRACEBACK = 40_000
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastWords:
+    """Why a rank ended, as it says itself.
+
+    Attributes:
+        when: `time.monotonic()` of the failure, comparable between processes of one machine.
+        summary: one line.
+        trace: traceback; empty for a mistake of the user.
+        is_user_error: the user's to mend, shown without a traceback.
+    """
+
+    when: float
+    summary: str
+    trace: str
+    is_user_error: bool
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> LastWords | None:
+        """None for what a process that died while writing left."""
+        try:
+            return cls(**json.loads(data))
+        except ValueError:
+            return None
+
+
+def run_rank(
+    worker: Callable[[], None],
+    environment: Mapping[str, str],
+    words_fd: int,
+    stderr_fd: int | None,
+    parent: int,
+) -> None:
+    """Run `worker` in this freshly forked process; a failure ends the process at once.
+
+    Args:
+        worker: returns when the work is done; anything it raises is a failure.
+        environment: added to the process's environment.
+        words_fd: pipe on which `LastWords` go out.
+        stderr_fd: takes the place of standard error, if given.
+        parent: process id of the launcher; when the launcher dies, so does this process.
+    """
+    _settle_in(environment, stderr_fd, parent)
+    try:
+        worker()
+        return
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return
+        _report(words_fd, error, f"SystemExit: {_one_line(error)}")
+    except BaseException as error:
+        _report(words_fd, error, f"{type(error).__name__}: {_one_line(error)}")
+    # Not sys.exit: threads of a broken process group may never end.
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def _settle_in(environment: Mapping[str, str], stderr_fd: int | None, parent: int) -> None:
+    # A group of its own: Ctrl-C reaches the launcher alone, which passes it on, and one signal to
+    # the group reaches this rank's data loaders too.
+    os.setpgid(0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the launcher died before the line above
+            os._exit(1)
+    os.environ.update(environment)
+    if stderr_fd is not None:
+        os.dup2(stderr_fd, 2)
+        os.close(stderr_fd)
+    faulthandler.enable()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or "no message"
+
+
+def _report(words_fd: int, error: BaseException, summary: str) -> None:
+    is_user_error = isinstance(error, UserError)
+    trace = "" if is_user_error else "".join(traceback.format_exception(error))
+    words = LastWords(
+        when=time.monotonic(),
+        summary=_one_line(error) if is_user_error else summary[:4000],
+        trace=trace[-_LONGEST_TRACEBACK:],
+        is_user_error=is_user_error,
+    )
+    with contextlib.suppress(OSError):
+        os.write(words_fd, words.encode())

@@ -76,7 +76,9 @@ def _load(part: str) -> LibraryState:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return LibraryState(False, f"{path.name} does not load: {error}; {_REMEDY}", {})
+        # torch wraps the linker's own words, which name the missing symbol or library.
+        cause = error.__cause__ or error
+        return LibraryState(False, f"{path.name} does not load: {cause}; {_REMEDY}", {})
     library = ctypes.CDLL(str(path))
     describe = getattr(library, f"megalatent_{part}_build_information")
     describe.restype = ctypes.c_char_p

@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
-    LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
@@ -35,11 +34,24 @@ __all__ = [
     "MegalatentSparseMLP",
 ]
 
-MegalatentRMSNorm = LlamaRMSNorm
 MegalatentRotaryEmbedding = LlamaRotaryEmbedding
 # Experts are one 3-dimensional tensor in memory, and one tensor per expert on disk.
 MegalatentExperts = Qwen3MoeExperts
 MegalatentRouter = Qwen3MoeTopKRouter
+
+
+class MegalatentRMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in at least single precision."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
 
 
 class LayerOutput(NamedTuple):

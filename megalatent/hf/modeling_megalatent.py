@@ -20,6 +20,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
+from transformers.utils.import_utils import is_tracing
 
 from .cache_megalatent import LatentCacheMixin, LatentDynamicCache, as_latent_cache
 from .configuration_megalatent import MegalatentConfig
@@ -100,7 +101,12 @@ class MegalatentModel(MegalatentPreTrainedModel):
         if padding_mask is None and isinstance(attention_mask, torch.Tensor):
             padding_mask = attention_mask if attention_mask.ndim == 2 else None
 
-        sequence_ids = self._sequence_ids(position_ids, attention_mask, past_key_values, embeds)
+        sequence_ids = None
+        if position_ids is not None and attention_mask is None and embeds.shape[1] > 1:
+            may_pack = not is_tracing(embeds) or (past_key_values is None and not use_cache)
+            if may_pack and not _is_filled(past_key_values):
+                rows = position_ids.expand(embeds.shape[0], -1)
+                sequence_ids = find_packed_sequence_indices(rows)
         cache = self._cache(past_key_values, use_cache, packed=sequence_ids is not None)
         passes = self._num_passes(num_passes, cache)
         if self.config.document_end_token_id is None:
@@ -124,6 +130,7 @@ class MegalatentModel(MegalatentPreTrainedModel):
         shared = {
             "position_ids": position_ids,
             "position_embeddings": self.rotary_emb(embeds, position_ids),
+            "packed": sequence_ids is not None,
             "want_hidden": output_hidden_states or self.config.output_hidden_states,
             "want_attentions": want_attentions,
             **kwargs,
@@ -168,6 +175,7 @@ class MegalatentModel(MegalatentPreTrainedModel):
         cache: LatentCacheMixin | None,
         position_ids: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        packed: bool,
         want_hidden: bool,
         want_attentions: bool,
         **kwargs: Any,
@@ -181,7 +189,7 @@ class MegalatentModel(MegalatentPreTrainedModel):
                     inputs_embeds=stage_input,
                     attention_mask=attention_mask,
                     past_key_values=cache,
-                    position_ids=position_ids,
+                    position_ids=position_ids if packed else None,
                 )
                 for kind in sorted(set(self.layer_types))
             }
@@ -288,20 +296,6 @@ class MegalatentModel(MegalatentPreTrainedModel):
                 "use_cache=False, or one sequence a row with an attention_mask."
             )
         return LatentDynamicCache(config=self.config) if cache is None else as_latent_cache(cache)
-
-    def _sequence_ids(
-        self,
-        position_ids: torch.Tensor | None,
-        attention_mask: Any,
-        cache: Cache | None,
-        embeds: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Sequence of each position `[b, s]` when position_ids restart within a row."""
-        if position_ids is None or attention_mask is not None or embeds.shape[1] == 1:
-            return None
-        if torch.compiler.is_compiling() or _is_filled(cache):
-            return None
-        return find_packed_sequence_indices(position_ids.expand(embeds.shape[0], -1))
 
 
 class MegalatentForCausalLM(MegalatentGenerationMixin, MegalatentPreTrainedModel):

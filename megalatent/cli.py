@@ -47,6 +47,16 @@ COMMANDS = (
         module="megalatent.launch.train_command",
     ),
     Command(
+        name="submit",
+        help="check a run, write its Slurm job script and submit it",
+        module="megalatent.launch.submit",
+    ),
+    Command(
+        name="status",
+        help="show where a run stands, across all its restarts",
+        module="megalatent.launch.status",
+    ),
+    Command(
         name="plan",
         help="show a pipeline schedule with several passes, its bubble and memory",
         module="megalatent.passes.plan_command",

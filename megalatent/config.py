@@ -29,7 +29,8 @@ __all__ = [
     "SftConfig",
 ]
 
-_SECTIONS = ("latent", "megatron")
+# `launch:` holds settings of `submit`, which are checked there.
+_SECTIONS = ("latent", "megatron", "launch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Config:
                 close = nearest(str(key), _SECTIONS)
                 hint = f"did you mean {close!r}? " if close else ""
                 raise UserError(
-                    f"{key}: unknown section: {hint}(a config has {' and '.join(_SECTIONS)})"
+                    f"{key}: unknown section: {hint}(a config has {', '.join(_SECTIONS)})"
                 )
         # Reading our own section takes no time; Megatron's parser takes seconds to import.
         LatentConfig.read(given.get("latent"))

@@ -7,7 +7,7 @@ import math
 
 from megalatent.errors import UserError
 
-__all__ = ["check_parallel", "model_parallel_size"]
+__all__ = ["check_parallel", "model_parallel_size", "smallest_world_size"]
 
 
 def model_parallel_size(args: argparse.Namespace) -> int:
@@ -163,14 +163,14 @@ def _check_pipeline(args: argparse.Namespace) -> None:
             f"megatron.{given[0]}: cannot be combined with decoder_first_pipeline_num_layers or"
             " decoder_last_pipeline_num_layers: use num_virtual_stages_per_pipeline_rank"
         )
-    layers, stages, counted = args.num_layers, pp, [f"num_layers {args.num_layers}"]
+    layers, stages, counted = args.num_layers, pp, [str(args.num_layers)]
     for flag, what in (
         ("account_for_embedding_in_pipeline_split", "the embedding"),
         ("account_for_loss_in_pipeline_split", "the loss"),
     ):
         if getattr(args, flag):
             layers += 1
-            counted.append(f"1 for {what}")
+            counted.append(f"plus 1 for {what}")
     for name, own in (
         ("decoder_first_pipeline_num_layers", first),
         ("decoder_last_pipeline_num_layers", last),
@@ -180,7 +180,7 @@ def _check_pipeline(args: argparse.Namespace) -> None:
             layers -= own
             stages -= 1
             counted.append(f"minus {own} of {name}")
-    _check_split(args, layers, stages, " ".join(counted))
+    _check_split(args, layers, stages, ", ".join(counted))
 
 
 def _check_own_stage(args: argparse.Namespace, name: str, own: int, pp: int) -> None:

@@ -22,12 +22,14 @@ _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
     """The valid name closest to a mistyped one, or None where nothing is close."""
-    names = list(valid)
-    plain = name.strip().lstrip("-").replace("-", "_").lower()
-    if plain in names:
-        return plain
-    close = difflib.get_close_matches(plain, names, n=1, cutoff=0.6)
-    return close[0] if close else None
+    names = {_plain(one): one for one in valid}
+    close = difflib.get_close_matches(_plain(name), names, n=1, cutoff=0.6)
+    return names[close[0]] if close else None
+
+
+def _plain(name: str) -> str:
+    """Without what people mistake: case, and the dashes of a command line."""
+    return name.strip().lstrip("-").replace("-", "_").lower()
 
 
 def choose(name: object, valid: Iterable[str], where: str, what: str) -> str:

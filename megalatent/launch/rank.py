@@ -98,6 +98,8 @@ def _settle_in(environment: Mapping[str, str], stderr_fd: int | None, parent: in
     if stderr_fd is not None:
         os.dup2(stderr_fd, 2)
         os.close(stderr_fd)
+        # The launcher's may have been replaced by something that does not end in descriptor 2.
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     faulthandler.enable()
 
 

@@ -68,7 +68,10 @@ def run_train_command(args: argparse.Namespace) -> int:
 
     config = Config.load(args.config, args.overrides)
     world_size = place.world_size if place else args.nproc or _default_nproc(config)
-    config.check(world_size)
+    try:
+        config.check(world_size)
+    except UserError as error:
+        raise UserError(f"{args.config}: {error}") from None
     if args.dry_run:
         if place is None or place.rank == 0:
             print(describe_run(config, world_size), end="")

@@ -1,0 +1,326 @@
+"""Local ranks: what is shown, who is blamed, and that nothing is left running."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalatent.errors import UserError
+from megalatent.launch.local import RankFailure, Stopped, run_local
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> object:
+    yield
+    deadline = time.monotonic() + 10
+    while psutil.Process().children(recursive=True) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert psutil.Process().children(recursive=True) == []
+
+
+def run(worker: Callable[[int], None], nproc: int = 3, **options: object) -> None:
+    run_local(worker, nproc, grace_seconds=1.0, **options)  # type: ignore[arg-type]
+
+
+def failure(worker: Callable[[int], None], nproc: int = 3) -> RankFailure:
+    with pytest.raises(RankFailure) as caught:
+        run(worker, nproc)
+    return caught.value
+
+
+def sleep_long() -> None:
+    time.sleep(600)
+
+
+def test_ranks_find_each_other(tmp_path: Path) -> None:
+    def worker(rank: int) -> None:
+        dist.init_process_group("gloo")
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, 3)
+        assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == (str(rank), "3")
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        (tmp_path / str(rank)).write_text(f"{total.item()} {os.environ['EXTRA']}")
+        dist.destroy_process_group()
+
+    run(worker, environment={"EXTRA": "yes"})
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["6.0 yes"] * 3
+
+
+def test_output(capfd: pytest.CaptureFixture[str]) -> None:
+    def worker(rank: int) -> None:
+        print(f"out {rank}")
+        print(f"err {rank}\nlast {rank}", end="", file=sys.stderr)
+
+    run(worker, 2)
+    printed = capfd.readouterr()
+    assert sorted(printed.out.splitlines()) == ["out 0", "out 1"]
+    assert "err 0\nlast 0" in printed.err
+    assert "[rank 1] err 1\n[rank 1] last 1\n" in printed.err
+
+
+def test_the_error_of_the_rank_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    """The others fail too, because a connection broke; they are not shown."""
+
+    def worker(rank: int) -> None:
+        dist.init_process_group("gloo")
+        if rank == 1:
+            raise KeyError("the cause\nin two lines")
+        dist.all_reduce(torch.ones(1))
+
+    found = failure(worker)
+    assert found.rank == 1
+    assert found.summary == "KeyError: 'the cause\\nin two lines'"
+    assert str(found) == f"rank 1 failed: {found.summary}"
+    assert "in worker" in found.trace
+    assert not found.is_user_error
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_consequence_that_is_noticed_first_is_not_blamed() -> None:
+    def worker(rank: int) -> None:
+        if rank == 0:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+        time.sleep(0.5)
+        raise ValueError("the cause")
+
+    found = failure(worker, 2)
+    assert (found.rank, found.summary) == (1, "ValueError: the cause")
+
+
+def test_the_first_of_two_causes_is_blamed() -> None:
+    def worker(rank: int) -> None:
+        time.sleep(0.0 if rank == 2 else 0.4)
+        raise ValueError(f"of rank {rank}")
+
+    assert failure(worker).rank == 2
+
+
+def test_only_consequences_blame_the_first() -> None:
+    def worker(rank: int) -> None:
+        time.sleep(0.0 if rank == 1 else 0.4)
+        raise RuntimeError("Socket Timeout")
+
+    assert failure(worker).rank == 1
+
+
+def test_a_mistake_of_the_user() -> None:
+    def worker(rank: int) -> None:
+        if rank == 1:
+            raise UserError("the checkpoint lacks x")
+        sleep_long()
+
+    found = failure(worker)
+    assert found.is_user_error
+    assert (found.summary, found.trace) == ("the checkpoint lacks x", "")
+
+
+def test_a_killed_rank() -> None:
+    def worker(rank: int) -> None:
+        dist.init_process_group("gloo")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
+    found = failure(worker)
+    assert found.rank == 2
+    assert "killed by SIGKILL" in found.summary
+
+
+def test_a_crash_in_native_code(capfd: pytest.CaptureFixture[str]) -> None:
+    def worker(rank: int) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        sleep_long()
+
+    assert "killed by SIGSEGV" in failure(worker).summary
+    # The stack at the crash, from the interpreter.
+    assert "[rank 1] Fatal Python error" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(7, "SystemExit: 7"), ("no data", "SystemExit: no data")]
+)
+def test_a_rank_that_exits(code: int | str, expected: str) -> None:
+    def worker(rank: int) -> None:
+        if rank == 1:
+            sys.exit(code)
+        sleep_long()
+
+    assert failure(worker).summary == expected
+
+
+def test_a_hard_exit() -> None:
+    def worker(rank: int) -> None:
+        if rank == 1:
+            os._exit(9)
+        sleep_long()
+
+    assert failure(worker).summary == "the process ended with status 9"
+
+
+def test_exit_zero_is_a_good_end() -> None:
+    run(lambda rank: sys.exit(0), 2)
+
+
+def test_a_rank_that_ignores_sigterm_is_killed() -> None:
+    def worker(rank: int) -> None:
+        if rank == 1:
+            time.sleep(0.3)
+            raise ValueError("the cause")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sleep_long()
+
+    assert failure(worker).rank == 1
+
+
+def test_a_thread_that_never_ends_does_not_keep_a_failed_rank() -> None:
+    def worker(rank: int) -> None:
+        threading.Thread(target=sleep_long).start()
+        raise ValueError("the cause")
+
+    assert failure(worker, 1).rank == 0
+
+
+def test_processes_of_a_killed_rank_end_with_it() -> None:
+    """As the workers of a data loader; the fixture above finds those that are left."""
+
+    def worker(rank: int) -> None:
+        if rank == 0:
+            subprocess.Popen(["sleep", "600"])
+            os.kill(os.getpid(), signal.SIGKILL)
+        sleep_long()
+
+    assert failure(worker, 2).rank == 0
+
+
+# Signals go to a launcher of its own: a process forked from this one.
+
+
+def waits(folder: Path, rank: int) -> None:
+    """As Megatron's --exit-signal-handler: go on until the signal comes."""
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    (folder / f"up{rank}").touch()
+    while not stop:
+        time.sleep(0.02)
+
+
+def saves(folder: Path, rank: int) -> None:
+    waits(folder, rank)
+    time.sleep(0.5)
+    (folder / f"saved{rank}").touch()
+
+
+def dies(folder: Path, rank: int) -> None:
+    (folder / f"up{rank}").touch()
+    sleep_long()
+
+
+def ignores(folder: Path, rank: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dies(folder, rank)
+
+
+def fails_to_save(folder: Path, rank: int) -> None:
+    waits(folder, rank)
+    if rank == 1:
+        raise OSError("disk full")
+    sleep_long()
+
+
+class Launched:
+    def __init__(
+        self, folder: Path, worker: Callable[[Path, int], None], forward_as: int | None = None
+    ) -> None:
+        self.said = folder / "said"
+
+        def launch() -> None:
+            try:
+                run(lambda rank: worker(folder, rank), 2, forward_as=forward_as)
+                said, status = "done", 0
+            except Stopped as error:
+                said, status = str(error), 128 + error.number
+            except RankFailure as error:
+                said, status = str(error), 1
+            self.said.write_text(said)
+            os._exit(status)
+
+        self.process = multiprocessing.get_context("fork").Process(target=launch)
+        self.process.start()
+        deadline = time.monotonic() + 60
+        while not all((folder / f"up{rank}").exists() for rank in range(2)):
+            assert self.process.is_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.ranks = psutil.Process(self.process.pid).children()
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> tuple[int | None, str]:
+        self.process.join(timeout=60)
+        _, alive = psutil.wait_procs(self.ranks, timeout=10)
+        assert alive == []
+        return self.process.exitcode, self.said.read_text() if self.said.exists() else ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_ranks_save(tmp_path: Path, number: int) -> None:
+    launched = Launched(tmp_path, saves, forward_as=signal.SIGTERM)
+    launched.signal(number)
+    assert launched.end() == (0, "done")
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+
+
+def test_a_signal_ends_ranks_that_do_not_handle_it(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, dies)
+    launched.signal(signal.SIGTERM)
+    assert launched.end() == (128 + signal.SIGTERM, "stopped by SIGTERM")
+
+
+def test_a_second_signal_kills(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, ignores)
+    launched.signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert launched.process.is_alive()  # it waits for its ranks
+    launched.signal(signal.SIGTERM)
+    assert launched.end() == (128 + signal.SIGTERM, "stopped by SIGTERM")
+
+
+def test_a_failure_while_saving_is_shown(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, fails_to_save)
+    launched.signal(signal.SIGTERM)
+    assert launched.end() == (1, "rank 1 failed: OSError: disk full")
+
+
+def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, ignores)
+    launched.process.kill()
+    assert launched.end()[0] == -signal.SIGKILL
+
+
+def test_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run(lambda rank: None, 1)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(RankFailure):
+        run(lambda rank: os._exit(1), 1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_stopped_names_the_signal() -> None:
+    assert str(Stopped(signal.SIGINT)) == "stopped by SIGINT"

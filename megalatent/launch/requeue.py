@@ -1,0 +1,62 @@
+"""Puts the job back into the queue, later and on other nodes where there is a reason to.
+
+Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+from megalatent.launch.runfolder import RunFolder
+from megalatent.launch.slurm import Slurm, SlurmError
+
+__all__ = ["start_again"]
+
+
+def start_again(
+    slurm: Slurm,
+    job: str,
+    folder: RunFolder,
+    excluded: Sequence[str],
+    delay_seconds: float,
+    say: Callable[[str], None],
+) -> str:
+    """Requeue the running job, or submit its script anew where the site forbids requeueing.
+
+    Returns:
+        the id of the job that goes on.
+
+    Raises:
+        SlurmError: neither was possible.
+    """
+    try:
+        slurm.requeue(job)
+    except SlurmError as error:
+        if "pending" in str(error):
+            return job  # Slurm was quicker, for example because a node went down
+        say(f"Slurm does not requeue this job ({error}): submitting the script again")
+        options = [f"--dependency=afterany:{job}"]
+        if excluded:
+            options.append(f"--exclude={','.join(excluded)}")
+        if delay_seconds > 0:
+            options.append(f"--begin=now+{round(delay_seconds)}")
+        return slurm.submit(str(folder.script), options)
+    # possible only now that the job is pending again
+    try:
+        if excluded:
+            slurm.exclude(job, excluded)
+        if _sooner_than(slurm.job_field(job, "EligibleTime"), delay_seconds):
+            slurm.delay(job, delay_seconds)
+    except SlurmError as error:
+        say(f"the job is requeued, but without its delay and excluded nodes: {error}")
+    return job
+
+
+def _sooner_than(eligible: str | None, delay_seconds: float) -> bool:
+    """Whether Slurm would start the job before the delay is over (its own delay must stand)."""
+    try:
+        at = datetime.fromisoformat(eligible or "")
+    except ValueError:
+        return delay_seconds > 0
+    return (at - datetime.now()).total_seconds() < delay_seconds

@@ -1,0 +1,209 @@
+"""`status`: where a run stands, across all its jobs, from the run folder and from Slurm."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megalatent.errors import UserError
+from megalatent.launch import checkpoints
+from megalatent.launch.mfu import utilisation
+from megalatent.launch.progress import pass_losses, read_metrics
+from megalatent.launch.runfolder import RunFolder
+from megalatent.launch.slurm import ACTIVE_STATES, Slurm, SlurmError
+
+__all__ = ["add_status_parser", "read_status", "run_status_command", "watch"]
+
+_ENDED = frozenset({"finished", "failed", "cancelled", "stopped", "gone"})
+_WATCH_SECONDS = 5.0
+
+
+def add_status_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `status` to the command line."""
+    parser = subparsers.add_parser(
+        "status",
+        description="Shows where a run stands: its state across all restarts, iteration, tokens,"
+        " loss per pass, speed, last checkpoint, and why it was restarted.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder (megatron.save)")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def run_status_command(args: argparse.Namespace) -> int:
+    """Run `status`; 0 also for a run that failed, which is what it then shows.
+
+    Raises:
+        UserError: not a run folder.
+    """
+    slurm = Slurm()
+    folders = _run_folders(args.run)
+    found = [read_status(folder, slurm) for folder in folders]
+    if args.json:
+        is_array = folders[0].path != args.run.absolute()
+        print(json.dumps({"tasks": found} if is_array else found[0], indent=1))
+    else:
+        print("\n\n".join(describe(status) for status in found))
+    return 0
+
+
+def _run_folders(path: Path) -> list[RunFolder]:
+    folder = RunFolder(path)
+    tasks = sorted(path.glob("task-*"), key=lambda task: (len(task.name), task.name))
+    if tasks:
+        return [RunFolder(task) for task in tasks]
+    known = (folder.submission, folder.state_file, folder.metrics)
+    if not any(file.exists() for file in known):
+        raise UserError(
+            f"{path}: not a run folder (no {', '.join(file.name for file in known)}): give the"
+            " folder that `megalatent submit` named, or megatron.save"
+        )
+    return [folder]
+
+
+def read_status(folder: RunFolder, slurm: Slurm) -> dict[str, Any]:
+    """All that is known of a run; a value that is not known is None."""
+    state = folder.read_state()
+    submission = folder.read_submission()
+    jobs = [*state.jobs, *(job for job in submission.jobs if job not in state.jobs)]
+    job, job_state = _current_job(jobs, slurm)
+    records = read_metrics(folder.metrics)
+    last = records[-1] if records else {}
+    saved = checkpoints.last_complete(folder.path)
+    mark = folder.finished()
+    word = _word(state.status, mark is not None, job_state, bool(jobs), slurm)
+    reason = slurm.job_field(job, "Reason") if job and job_state == "PENDING" else None
+    samples = last.get("consumed_samples")
+    length = submission.tokens_per_sample
+    return {
+        "run": str(folder.path),
+        "name": submission.name or folder.path.name,
+        "state": word,
+        "reason": state.reason or (f"Slurm: {reason}" if reason else ""),
+        "job": job,
+        "job_state": job_state,
+        "iteration": last.get("iteration"),
+        "iterations": submission.target_iterations or last.get("iterations"),
+        "samples": samples,
+        "tokens": samples * length if samples is not None and length else None,
+        "token_equivalent_tokens": last.get("token_equivalent_tokens"),
+        "loss_per_pass": {str(k): loss for k, loss in pass_losses(last).items()},
+        "tokens_per_second": last.get("tokens_per_second"),
+        "mfu": utilisation(folder, submission, last),
+        "last_checkpoint": saved.iteration if saved else None,
+        "last_checkpoint_at": _time(saved.path.stat().st_mtime) if saved else None,
+        "restarts": max(0, len(state.attempts) - 1),
+        "failures_in_a_row": state.failures,
+        "excluded_nodes": state.excluded,
+        "attempts": [asdict(attempt) for attempt in state.attempts],
+    }
+
+
+def _current_job(jobs: list[str], slurm: Slurm) -> tuple[str | None, str | None]:
+    """The job that runs or waits, else the last one, with Slurm's word for it."""
+    state = None
+    if slurm.available():
+        for job in jobs:
+            try:
+                state = slurm.job_state(job)
+            except SlurmError:
+                return job, None
+            if state == "PENDING" or state in ACTIVE_STATES:
+                return job, state
+    return (jobs[-1] if jobs else None), state
+
+
+def _word(status: str, finished: bool, job_state: str | None, submitted: bool, slurm: Slurm) -> str:
+    if finished:
+        return "finished"
+    if job_state == "PENDING":
+        return "queued"
+    if job_state in ACTIVE_STATES:
+        return "running" if status != "failed" else status
+    if status in _ENDED:
+        return status
+    if not submitted:
+        return "local"
+    if job_state == "CANCELLED":
+        return "cancelled"
+    # the supervisor said it runs or waits, but no job is left to do so
+    return "gone" if slurm.available() else status
+
+
+def describe(status: dict[str, Any]) -> str:
+    """The status as text for a terminal."""
+    return "\n".join(_lines(status))
+
+
+def _lines(status: dict[str, Any]) -> Iterator[str]:
+    job = f", job {status['job']}" if status["job"] else ""
+    yield f"{status['name']}: {status['state']}{job}"
+    if status["reason"]:
+        yield f"  {status['reason']}"
+    yield f"  run folder       {status['run']}"
+    if status["iteration"] is not None:
+        of = f" of {status['iterations']}" if status["iterations"] else ""
+        yield f"  iteration        {status['iteration']}{of}"
+    if status["tokens"] is not None:
+        yield f"  tokens           {status['tokens']:,}"
+    if status["loss_per_pass"]:
+        losses = [f"pass {k}: {loss:.4f}" for k, loss in status["loss_per_pass"].items()]
+        yield f"  loss             {', '.join(losses)}"
+    if status["tokens_per_second"]:
+        mfu = f", MFU {status['mfu']:.1%}" if status["mfu"] is not None else ""
+        yield f"  speed            {status['tokens_per_second']:,.0f} tokens/s{mfu}"
+    saved = status["last_checkpoint"]
+    at = f" ({status['last_checkpoint_at']})" if saved is not None else ""
+    yield f"  last checkpoint  {saved if saved is not None else 'none'}{at}"
+    for node, why in status["excluded_nodes"].items():
+        yield f"  left out         {node}: {why}"
+    yield f"  restarts         {status['restarts']}"
+    for attempt in status["attempts"]:
+        span = f"{attempt['from_iteration']} -> {_or(attempt['to_iteration'], '…')}"
+        why = f"{attempt['outcome']}: {attempt['reason']}" if attempt["ended"] else "running"
+        yield (
+            f"    {attempt['started']}  job {attempt['job']}.{attempt['restart']}"
+            f"  {attempt['nodes']}  checkpoint {span}  {why}"
+        )
+
+
+def _or(value: Any, otherwise: str) -> Any:
+    return otherwise if value is None else value
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def watch(folder: RunFolder, slurm: Slurm) -> int:
+    """Follow rank 0's log until the run ends; 0 where it finished. Ctrl-C only stops watching."""
+    offset, before = 0, ""
+    try:
+        while True:
+            status = read_status(folder, slurm)
+            offset = _show_new(folder.rank0_log, offset)
+            if status["state"] != before:
+                before = status["state"]
+                print(f"megalatent: {before} {status['reason']}".rstrip(), flush=True)
+            if before in _ENDED:
+                print(describe(status))
+                return 0 if before == "finished" else 1
+            time.sleep(_WATCH_SECONDS)
+    except KeyboardInterrupt:
+        print(f"\nthe run goes on; see `megalatent status {folder.path}`")
+        return 0
+
+
+def _show_new(log: Path, offset: int) -> int:
+    if not log.exists():
+        return offset
+    with log.open("rb") as stream:
+        stream.seek(offset)
+        new = stream.read()
+    print(new.decode(errors="replace"), end="", flush=True)
+    return offset + len(new)

@@ -1,0 +1,365 @@
+"""`submit`: check a run, write its job script, and hand it to Slurm."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalatent.errors import UserError
+from megalatent.launch import checks
+from megalatent.launch.failure import is_secret
+from megalatent.launch.mfu import flops_per_token
+from megalatent.launch.render import Job, render
+from megalatent.launch.runfolder import RunFolder, Submission, now
+from megalatent.launch.settings import (
+    PREFIX,
+    ClusterFile,
+    Settings,
+    add_flags,
+    read_cluster_file,
+)
+from megalatent.launch.slurm import ACTIVE_STATES, Slurm, SlurmError
+
+__all__ = ["add_submit_parser", "run_submit_command"]
+
+_DESCRIPTION = """\
+Checks that a run fits the cluster, writes one self-contained job script into the run folder
+(megatron.save, or runs/NAME), submits it, and says how to follow and how to stop it. The job is
+resumed by itself after time limits, preemption, crashes and hangs, until the run is finished.
+
+Every setting below can stand in three places, the first one found wins: the flag, the cluster file
+(MEGALATENT_NODES=2, see slurm/cluster.env.example), and the config (launch: {nodes: 2}).
+"""
+_CLUSTER_FILES = ("slurm/cluster.env", "cluster.env")
+
+
+def add_submit_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `submit` to the command line."""
+    parser = subparsers.add_parser(
+        "submit",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a value of the config, for example --set megatron.lr=1e-3; may be repeated",
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="variable for the job; without a value it comes from your shell; may be repeated",
+    )
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help=f"cluster file (default: ${PREFIX}CLUSTER_ENV, or {' or '.join(_CLUSTER_FILES)})",
+    )
+    doing = parser.add_mutually_exclusive_group()
+    doing.add_argument("--dry-run", action="store_true", help="print the script and stop")
+    doing.add_argument(
+        "--test-only", action="store_true", help="ask Slurm whether it would take the job, and stop"
+    )
+    doing.add_argument("--watch", action="store_true", help="follow the run until it ends")
+    add_flags(parser.add_argument_group("settings"))
+
+
+def run_submit_command(args: argparse.Namespace) -> int:
+    """Run `submit`; 0 where the job was handed in.
+
+    Raises:
+        UserError: something does not fit; nothing was written or submitted.
+    """
+    plan = _plan(args)
+    for note in plan.notes:
+        print(f"megalatent: note: {note}", file=sys.stderr)
+    if args.dry_run:
+        print(plan.script, end="")
+        return 0
+    slurm = Slurm()
+    _refuse_if_busy(plan, slurm)
+    answer = slurm.test_only(plan.script)
+    if args.test_only:
+        print(f"Slurm would take it: {answer}")
+        return 0
+    jobs = _submit(plan, slurm)
+    _tell(plan, jobs)
+    if args.watch:
+        from megalatent.launch.status import watch
+
+        return watch(plan.folder, slurm)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A submission that has passed every check that needs no Slurm."""
+
+    script: str
+    folder: RunFolder
+    config_text: str
+    submission: Submission
+    chain: int
+    tasks: Sequence[int]
+    notes: Sequence[str]
+
+
+def _plan(args: argparse.Namespace) -> _Plan:
+    from megalatent.config_megatron import parse
+    from megalatent.config_yaml import apply_overrides, read_yaml
+
+    fixed = [override for override in args.overrides if "{task}" not in override]
+    for_task = [override for override in args.overrides if "{task}" in override]
+    given = apply_overrides(read_yaml(args.config), fixed)
+    cluster = read_cluster_file(_cluster_file(args.cluster))
+    settings = Settings.resolve(vars(args), cluster, _launch_section(given))
+    tasks = _array_tasks(settings.array)
+    if for_task and not tasks:
+        raise UserError(f"--set {for_task[0]}: {{task}} stands for an array task: add --array")
+    ranks_per_node = settings.ranks_per_node or settings.gpus_per_node
+    if not ranks_per_node:
+        raise UserError(
+            f"{settings.source('gpus_per_node')}: 0 GPUs give no number of processes: add"
+            " --ranks-per-node"
+        )
+    environment = _environment(args.env, cluster)
+    checks.check_settings(settings, ranks_per_node, environment)
+
+    name = settings.name or Path(args.config).stem
+    run = Path((given.get("megatron") or {}).get("save") or Path(settings.runs) / name).absolute()
+    given = {**given, "megatron": {**(given.get("megatron") or {}), "save": str(run)}}
+    samples = [override.replace("{task}", str(task)) for task in tasks for override in for_task]
+    config = _load(args.config, given, samples[: len(for_task)])
+    parsed = parse(config.megatron_argv())
+    notes = checks.check_layout(parsed, settings, ranks_per_node)
+    config.check(settings.nodes * ranks_per_node)
+    checks.check_paths(parsed, settings, run)
+    notes += checks.check_disk(parsed, run)
+    if tasks and not for_task:
+        notes.append("no --set has {task} in it: the array trains the same run several times")
+
+    targets = _targets(parsed)
+    folder = RunFolder(run)
+    mark = folder.finished()
+    if mark is not None and not _goes_further(mark, targets, parsed):
+        raise UserError(
+            f"{run}: the run is finished at iteration {mark.get('iteration')}, and"
+            f" {_describe(targets)} is not more: train longer, or give another --name"
+        )
+    job = Job(
+        settings=settings,
+        name=name,
+        run=run,
+        folder=Path.cwd(),
+        ranks_per_node=ranks_per_node,
+        task_overrides=for_task,
+        environment=environment,
+        targets=targets,
+        python=sys.executable,
+        source=_source_folder(),
+    )
+    return _Plan(
+        script=render(job),
+        folder=folder,
+        config_text=_config_text(given, args.config),
+        submission=Submission(
+            name=name,
+            at=now(),
+            target_iterations=targets.get("target_iterations"),
+            target_samples=targets.get("target_samples"),
+            tokens_per_sample=parsed.seq_length,
+            flops_per_token=flops_per_token(parsed),
+            ranks=settings.nodes * settings.gpus_per_node,
+        ),
+        chain=settings.chain or 1,
+        tasks=tasks,
+        notes=notes,
+    )
+
+
+def _cluster_file(given: Path | None) -> Path | None:
+    if given is not None:
+        return given
+    named = os.environ.get(f"{PREFIX}CLUSTER_ENV")
+    if named:
+        return Path(named)
+    return next((Path(path) for path in _CLUSTER_FILES if Path(path).is_file()), None)
+
+
+def _launch_section(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    section = given.get("launch") or {}
+    if not isinstance(section, dict):
+        raise UserError(f"launch: {section!r} is no section: write launch: {{nodes: 2}}")
+    return section
+
+
+def _array_tasks(array: str | None) -> list[int]:
+    """`0-3:2,7%2` -> 0, 2, 7."""
+    tasks: list[int] = []
+    for part in (array or "").split("%")[0].split(","):
+        if part:
+            span, _, step = part.partition(":")
+            first, _, last = span.partition("-")
+            tasks.extend(range(int(first), int(last or first) + 1, int(step or 1)))
+    return tasks
+
+
+def _environment(given: Sequence[str], cluster: ClusterFile) -> dict[str, str]:
+    environment = dict(cluster.environment)
+    for item in given:
+        name, equals, value = item.partition("=")
+        if not name.isidentifier():
+            raise UserError(f"--env {item}: {name!r} is no variable: write NAME or NAME=VALUE")
+        if is_secret(name):
+            if equals:
+                raise UserError(
+                    f"--env {name}=…: a secret would stand in the job script: export it in your"
+                    f" shell and give --env {name}, or put it into a file for --secrets"
+                )
+            if name not in os.environ:
+                raise UserError(f"--env {name}: not set in your shell: export it, or leave it out")
+            continue  # Slurm hands the shell's variables to the job
+        if not equals and name not in os.environ:
+            raise UserError(f"--env {name}: not set in your shell: give --env {name}=VALUE")
+        environment[name] = value if equals else os.environ[name]
+    return environment
+
+
+def _load(path: str, given: Mapping[str, Any], overrides: Sequence[str]) -> Any:
+    from megalatent.config import Config
+    from megalatent.config_yaml import apply_overrides
+
+    try:
+        return Config.from_mapping(apply_overrides(dict(given), overrides))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _targets(parsed: argparse.Namespace) -> dict[str, int]:
+    if parsed.train_iters is not None:
+        return {"target_iterations": parsed.train_iters}
+    return {"target_samples": parsed.train_samples}
+
+
+def _describe(targets: Mapping[str, int]) -> str:
+    ((name, value),) = targets.items()
+    return f"{value} {name.removeprefix('target_')}"
+
+
+def _goes_further(
+    mark: Mapping[str, Any], targets: Mapping[str, int], parsed: argparse.Namespace
+) -> bool:
+    """Whether the config asks for more than a finished run has trained."""
+    done = mark.get("iteration") or 0
+    if "target_iterations" in targets:
+        return targets["target_iterations"] > done
+    return targets["target_samples"] > done * (parsed.global_batch_size or 1)
+
+
+def _source_folder() -> Path | None:
+    """The folder to import the package from where it is not installed."""
+    try:
+        importlib.metadata.distribution("megalatent")
+    except importlib.metadata.PackageNotFoundError:
+        return Path(__file__).absolute().parents[2]
+    return None
+
+
+def _config_text(given: Mapping[str, Any], origin: str) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True)
+    return f"# {Path(origin).absolute()} with the overrides of this submission\n{text}"
+
+
+def _environment_text() -> str:
+    """Versions of everything that can change a result; no variables, so no secrets."""
+    packages = sorted(
+        {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
+    )
+    lines = [
+        f"python {platform.python_version()} {sys.executable}",
+        f"system {platform.platform()}",
+    ]
+    for command in (["sbatch", "--version"], ["nvidia-smi", "--version"]):
+        lines += _said_by(command)[:1]
+    commit = _said_by(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"])
+    if commit:
+        lines.append(f"commit {commit[0]}")
+    return "\n".join([*lines, "", *packages]) + "\n"
+
+
+def _said_by(command: Sequence[str]) -> list[str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+def _refuse_if_busy(plan: _Plan, slurm: Slurm) -> None:
+    folder = plan.folder
+    jobs = {*folder.read_submission().jobs, *folder.read_state().jobs}
+    for job in sorted(jobs):
+        state = slurm.job_state(job)
+        if state == "PENDING" or state in ACTIVE_STATES:
+            raise UserError(
+                f"{folder.path} is in use by job {job} ({state.lower()}): wait for it, stop it with"
+                f" 'scancel {job}', or give this run another --name"
+            )
+
+
+def _submit(plan: _Plan, slurm: Slurm) -> list[str]:
+    folder = plan.folder
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    folder.config.write_text(plan.config_text, encoding="utf-8")
+    folder.environment.write_text(_environment_text(), encoding="utf-8")
+    folder.script.write_text(plan.script, encoding="utf-8")
+    for run in [folder, *(RunFolder(folder.path / f"task-{task}") for task in plan.tasks)]:
+        _clear_verdict(run)
+    jobs: list[str] = []
+    try:
+        for _ in range(plan.chain):
+            after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
+            jobs.append(slurm.submit(str(folder.script), after))
+    except SlurmError:
+        if jobs:
+            slurm.cancel(jobs)
+        raise
+    plan.submission.jobs = jobs
+    folder.write_submission(plan.submission)
+    return jobs
+
+
+def _clear_verdict(folder: RunFolder) -> None:
+    """A person starts the run again: earlier failures no longer count."""
+    folder.finished_mark.unlink(missing_ok=True)
+    if folder.state_file.exists():
+        state = folder.read_state()
+        state.status, state.reason, state.failures, state.excluded = "submitted", "", 0, {}
+        folder.write_state(state)
+
+
+def _tell(plan: _Plan, jobs: Sequence[str]) -> None:
+    what = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {', '.join(jobs)}, one after another"
+    print(f"submitted {what}")
+    print(f"  run folder  {plan.folder.path}")
+    print(f"  log         {plan.folder.rank0_log if not plan.tasks else plan.folder.logs}")
+    print(f"  follow      megalatent status {plan.folder.path}")
+    print(f"  cancel      scancel {' '.join(jobs)}")

@@ -43,32 +43,34 @@ class Ring:
 
     @staticmethod
     def create(pipeline_group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Ring:
-        """Make the channels. Every rank of ``pipeline_group`` must call this together."""
+        """Make the channels of every pipeline. All ranks of the world must call this together.
+
+        Groups cannot be made by their members alone (``use_local_synchronization``): torch names
+        such a group by the number of groups its rank already has, which differs along a ring.
+        """
         if pipeline_group is None or pipeline_group.size() == 1:
             me = dist.get_rank() if dist.is_initialized() else 0
             return Ring(0, 1, me, me)
-        ranks = dist.get_process_group_ranks(pipeline_group)
-        size, rank = len(ranks), pipeline_group.rank()
+        mine = dist.get_process_group_ranks(pipeline_group)
+        every: list[list[int]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        size, rank = len(mine), pipeline_group.rank()
         made: dict[tuple[str, int], Any] = {}
-        # Edge i joins ranks i and i + 1. All ranks make their edges in ascending order, so no
-        # two ranks can wait for each other in a cycle.
-        for edge in range(size):
-            if rank not in (edge, (edge + 1) % size):
-                continue
-            pair = sorted({ranks[edge], ranks[(edge + 1) % size]})
-            for way in ("forward", "backward"):
-                made[way, edge] = dist.new_group(
-                    pair,
-                    timeout=timeout,
-                    use_local_synchronization=True,
-                    group_desc=f"latent_{way}_{edge}",
-                )
+        for ranks in sorted({tuple(ranks) for ranks in every}):
+            for edge in range(size):
+                pair = sorted((ranks[edge], ranks[(edge + 1) % size]))
+                for way in ("forward", "backward"):
+                    group = dist.new_group(
+                        pair, timeout=timeout, group_desc=f"latent_{way}_{edge}"
+                    )
+                    if list(ranks) == mine:
+                        made[way, edge] = group
         before = (rank - 1) % size
         return Ring(
             rank,
             size,
-            ranks[(rank + 1) % size],
-            ranks[before],
+            mine[(rank + 1) % size],
+            mine[before],
             forward_in=made["forward", before],
             forward_out=made["forward", rank],
             backward_in=made["backward", rank],

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -69,8 +70,11 @@ def build(part: str, output: Path) -> str:
     plan = _plan_cpu() if part == "cpu" else _plan_cuda()
     key = hashlib.sha256(repr((plan, source_hash())).encode()).hexdigest()[:16]
     cached = CACHE / f"{part}-{key}" / f"_kernels_{part}.so"
-    if not cached.exists():
-        _run_plan(plan, cached)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with open(cached.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test workers may ask at once
+        if not cached.exists():
+            _run_plan(plan, cached)
     output.mkdir(parents=True, exist_ok=True)
     target = output / cached.name
     # Replaced, not rewritten: a process may have the old library mapped.
@@ -116,10 +120,15 @@ def parts_for_install() -> tuple[str, ...]:
 def source_hash() -> str:
     """One hash of every source file; the libraries carry it, so that a stale one is noticed."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.rglob("*")):
-        if path.suffix in (".h", ".cuh", ".cpp", ".cu"):
-            digest.update(str(path.relative_to(SOURCES)).encode() + path.read_bytes())
+    for path in source_files():
+        digest.update(str(path.relative_to(SOURCES)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def source_files() -> list[Path]:
+    """Every C++ and CUDA file of the kernels."""
+    suffixes = (".h", ".cuh", ".cpp", ".cu")
+    return sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
 
 
 def find_torch_headers() -> Path | None:
@@ -233,9 +242,7 @@ def _plan_cuda() -> Plan:
         *(nvcc, "-std=c++17", "-O3", "-ccbin", compiler[0], "-Xcompiler", "-fPIC", "-c"),
         *("--fmad=true", "--expt-relaxed-constexpr", *targets),
     ]
-    compiles = {
-        path.stem: [*device, str(path)] for path in sorted((SOURCES / "cuda").glob("*.cu"))
-    }
+    compiles = {path.stem: [*device, str(path)] for path in sorted((SOURCES / "cuda").glob("*.cu"))}
     built_for = f'-DMEGALATENT_ARCHITECTURES="{";".join(names)}"'
     compiles["operators_cuda"] = [
         *(*host, "-O2", "-DUSE_CUDA", *torch.compile, "-isystem", str(cuda / "include")),
@@ -269,7 +276,6 @@ def _architectures(nvcc: str) -> tuple[list[str], list[str]]:
 
 def _run_plan(plan: Plan, library: Path) -> None:
     jobs = int(os.environ.get("MAX_JOBS", "0")) or os.cpu_count() or 1
-    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         objects = {name: str(Path(scratch) / f"{name}.o") for name in plan.compiles}
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -292,7 +298,9 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", choices=PARTS, help="default: both")
     parser.add_argument("--output", type=Path, default=ROOT / "megalatent" / "kernels")
     parser.add_argument(

@@ -1,8 +1,16 @@
-// bfloat16 and float16 by their bits: branch-free, so that a compiler can vectorise them.
+// bfloat16 and float16 by their bits: branch-free, so that a compiler can vectorise them. On a GPU
+// the conversions are the hardware's, which round alike.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#include "inline.h"
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
 
 namespace megalatent {
 
@@ -14,18 +22,21 @@ struct float16 {
 };
 
 template <typename To, typename From>
-inline __attribute__((always_inline)) To bits_as(From from) {
+MEGALATENT_INLINE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   std::memcpy(&to, &from, sizeof(to));
   return to;
 }
 
-inline __attribute__((always_inline)) float widen(bfloat16 x) {
+MEGALATENT_INLINE float widen(bfloat16 x) {
   return bits_as<float>(static_cast<uint32_t>(x.bits) << 16);
 }
 
-inline __attribute__((always_inline)) float widen(float16 x) {
+MEGALATENT_INLINE float widen(float16 x) {
+#if defined(__CUDA_ARCH__)
+  return __half2float(__ushort_as_half(x.bits));
+#else
   // Exponent and mantissa moved into float32's place are 2^112 too small; the product mends that,
   // denormals included. An exponent of all ones (inf, nan) then lands 2^16 too low.
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7FFFu) << 13;
@@ -33,20 +44,28 @@ inline __attribute__((always_inline)) float widen(float16 x) {
   const uint32_t special = magnitude >= 0x0F800000u ? 0x7F800000u : 0u;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   return bits_as<float>(scaled | special | sign);
+#endif
 }
 
-inline __attribute__((always_inline)) float widen(float x) { return x; }
-inline __attribute__((always_inline)) double widen(double x) { return x; }
+MEGALATENT_INLINE float widen(float x) { return x; }
+MEGALATENT_INLINE double widen(double x) { return x; }
 
-inline __attribute__((always_inline)) void narrow(float x, bfloat16& to) {
+MEGALATENT_INLINE void narrow(float x, bfloat16& to) {
+#if defined(__CUDA_ARCH__)
+  to.bits = __bfloat16_as_ushort(__float2bfloat16_rn(x));
+#else
   const uint32_t bits = bits_as<uint32_t>(x);
   // To nearest, ties to even. A nan must not round into infinity: it gets the quiet bit instead.
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   const uint32_t quiet = (bits >> 16) | 0x40u;
   to.bits = static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded);
+#endif
 }
 
-inline __attribute__((always_inline)) void narrow(float x, float16& to) {
+MEGALATENT_INLINE void narrow(float x, float16& to) {
+#if defined(__CUDA_ARCH__)
+  to.bits = __half_as_ushort(__float2half_rn(x));
+#else
   const uint32_t bits = bits_as<uint32_t>(x);
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
   const uint32_t sign = (bits >> 16) & 0x8000u;
@@ -59,9 +78,10 @@ inline __attribute__((always_inline)) void narrow(float x, float16& to) {
   result = magnitude >= 0x47800000u ? 0x7C00u : result;  // 65536 and more, infinity
   result = magnitude > 0x7F800000u ? 0x7E00u : result;   // nan
   to.bits = static_cast<uint16_t>(sign | result);
+#endif
 }
 
-inline __attribute__((always_inline)) void narrow(float x, float& to) { to = x; }
-inline __attribute__((always_inline)) void narrow(double x, double& to) { to = x; }
+MEGALATENT_INLINE void narrow(float x, float& to) { to = x; }
+MEGALATENT_INLINE void narrow(double x, double& to) { to = x; }
 
 }  // namespace megalatent

@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define MEGALATENT_INLINE __host__ __device__ __forceinline__
-#else
-#define MEGALATENT_INLINE inline __attribute__((always_inline))
-#endif
+#include "inline.h"
 
 namespace megalatent {
 
@@ -18,7 +14,11 @@ constexpr uint32_t kJitterDomain = 0x6A697474u;  // "jitt"
 // an array, a loop over counters vectorises.
 MEGALATENT_INLINE void philox4x32(
     uint32_t key0, uint32_t key1, uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3) {
+#if defined(__CUDACC__)
+#pragma unroll
+#else
 #pragma GCC unroll 10
+#endif
   for (int round = 0; round < 10; ++round) {
     const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
     const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;

@@ -90,7 +90,7 @@ def compiled_op_obstacle(device_type: str, dtype: torch.dtype) -> str | None:
     if not library.loaded:
         return library.reason
     if device_type == "cuda":
-        return _architecture_obstacle(library.information["architectures"])
+        return _architecture_obstacle(library.information["architectures"].split(";"))
     return None
 
 

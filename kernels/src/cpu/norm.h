@@ -24,7 +24,7 @@ struct Scratch {
 };
 
 // exp(x) for x <= 0 to about 2 ulp: x = n ln2 + r, |r| <= ln2 / 2, then Cephes' polynomial.
-inline __attribute__((always_inline)) float exp_of_negative(float x) {
+MEGALATENT_INLINE float exp_of_negative(float x) {
   x = x < -104.0f ? -104.0f : x;  // exp(-104) rounds to zero; a nan passes
   const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
   const float n = shifted - 12582912.0f;
@@ -42,11 +42,11 @@ inline __attribute__((always_inline)) float exp_of_negative(float x) {
   return p * bits_as<float>((half + 127) << 23) * bits_as<float>((whole - half + 127) << 23);
 }
 
-inline __attribute__((always_inline)) double exp_of_negative(double x) { return ::exp(x); }
+MEGALATENT_INLINE double exp_of_negative(double x) { return ::exp(x); }
 
 // sigmoid(g) and its slope sigmoid(g) * (1 - sigmoid(g)), both without cancellation.
 template <typename A>
-inline __attribute__((always_inline)) void sigmoid(A g, A& value, A& slope) {
+MEGALATENT_INLINE void sigmoid(A g, A& value, A& slope) {
   const A e = exp_of_negative(g < 0 ? g : -g);
   const A d = A(1) / (A(1) + e);
   value = g < 0 ? e * d : d;

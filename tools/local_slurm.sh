@@ -240,6 +240,9 @@ down() {
     wait_for $((KILL_WAIT + 3)) no_jobs || true
   fi
   local file i
+  for file in "$LAB"/run/node*.started; do
+    [ ! -s "$file" ] || ! running "$(cat "$file")" local-slurm-node || kill -KILL "$(cat "$file")" || true
+  done
   for file in "$LAB"/run/node*.started; do stop "$file" local-slurm-node KILL; done
   stop "$LAB/run/slurmctld.started" slurmctld
   stop "$LAB/run/munged.started" munged

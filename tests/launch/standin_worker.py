@@ -48,11 +48,14 @@ class Ring:
         self.peers: list[socket.socket] = []
         if RANK == 0:
             server = socket.create_server(("", address[1]), backlog=WORLD)
-            self.peers = [server.accept()[0] for _ in range(WORLD - 1)]
+            peers = [server.accept()[0] for _ in range(WORLD - 1)]
+            # in the order of the ranks, so that sums round alike every time
+            self.peers = sorted(peers, key=self._receive)
             return
         for _ in range(200):
             try:
                 self.peers = [socket.create_connection(address)]
+                self.peers[0].sendall(struct.pack("d", RANK))
                 return
             except OSError:
                 time.sleep(0.05)
@@ -167,7 +170,7 @@ def main() -> int:
                 "iteration": iteration,
                 "consumed_samples": samples,
                 "loss_per_pass": {"1": weight, "2": weight * 0.9},
-                "tokens_per_second": batch * given["seq_length"] / STEP_SECONDS,
+                "tokens_per_second": batch * given["seq_length"] / max(STEP_SECONDS, 1e-3),
                 "first_sample": samples - batch,
             }
             with (folder / "metrics.jsonl").open("a") as stream:

@@ -1,0 +1,292 @@
+"""Whole runs on a real Slurm of several local nodes, through everything that can stop them.
+
+The scenarios run side by side, because they mostly wait: each test then looks at its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.launch import lab as laboratory
+from tests.launch.lab import Lab, Run, same_training, standin_alone, submit
+
+pytestmark = pytest.mark.slurm
+
+_NODES = 40
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    folder = Path(tempfile.mkdtemp(prefix="lab", dir="/tmp"))
+    folder.rmdir()
+    started = laboratory.start_lab(folder, _NODES)
+    before = os.environ.get("SLURM_CONF")
+    os.environ["SLURM_CONF"] = started.environment["SLURM_CONF"]
+    yield started
+    started.tool("down")
+    if before is None:
+        del os.environ["SLURM_CONF"]
+    else:
+        os.environ["SLURM_CONF"] = before
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return standin_alone(tmp_path_factory.mktemp("alone") / "x", ranks=4)
+
+
+Scenario = Callable[[Lab, Path], Run]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+@pytest.fixture(scope="module")
+def runs(
+    lab: Lab, reference: list[dict], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Run]]]:
+    base = tmp_path_factory.mktemp("runs")
+    with ThreadPoolExecutor(len(SCENARIOS)) as threads:
+        yield {
+            name: threads.submit(function, lab, base / name) for name, function in SCENARIOS.items()
+        }
+    shutil.rmtree(base, ignore_errors=True)
+
+
+# --- scenarios ---
+
+
+@scenario
+def plain(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder)
+    run.wait_for_end()
+    return run
+
+
+@scenario
+def early_signal(lab: Lab, folder: Path) -> Run:
+    """What Slurm does `--signal-lead` seconds before the time limit, and before preemption."""
+    run = submit(lab, folder)
+    run.wait_for_iteration(13)
+    lab.command("scancel", "--batch", "--signal=USR1", run.jobs[0])
+    run.wait_for_end()
+    return run
+
+
+@scenario
+def requeued(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder)
+    run.wait_for_iteration(17)
+    lab.command("scontrol", "requeue", run.jobs[0])
+    run.wait_for_end()
+    return run
+
+
+@scenario
+def preempted(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder)
+    run.wait_for_iteration(12)
+    nodes = ",".join(run.nodes())
+    lab.command(
+        "sbatch", "--partition=urgent", f"--nodelist={nodes}", "--nodes=2", "--exclusive",
+        "--output=/dev/null", "--wrap=sleep 2",
+    )  # fmt: skip
+    run.wait_for_end()
+    return run
+
+
+@scenario
+def killed_rank(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder, "--env", "STANDIN_FAULT=kill:3:16")
+    run.wait_for_end()
+    return run
+
+
+@scenario
+def stopped_rank(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder, "--env", "STANDIN_FAULT=stop:1:16", "--hang-minutes", "0.1")
+    run.wait_for_end()
+    return run
+
+
+@scenario
+def node_lost_in_step(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder, "--node-check", "basic", "--node-check-seconds", "30")
+    run.wait_for_iteration(14)
+    lab.tool("kill-node", run.nodes()[1].removeprefix("node"))
+    run.wait_for_end()
+    return run
+
+
+@scenario
+def first_node_lost_in_save(lab: Lab, folder: Path) -> Run:
+    """The node of the batch script, with the supervisor on it."""
+    run = submit(lab, folder, "--env", "STANDIN_SAVE_SECONDS=2")
+    half = run.folder.path / "iter_0000020"
+    run.wait("a save", lambda: half.exists() and not (half / "metadata.json").exists())
+    lab.tool("kill-node", run.nodes()[0].removeprefix("node"))
+    run.wait_for_end()
+    return run
+
+
+@scenario
+def cancelled(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder)
+    run.wait_for_iteration(12)
+    lab.command("scancel", run.jobs[0])
+    run.wait_for_end()
+    run.wait_for_jobs()
+    return run
+
+
+@scenario
+def not_a_number(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder, "--env", "STANDIN_FAULT=nan:2:20:always")
+    run.wait_for_end()
+    run.wait_for_jobs()
+    return run
+
+
+@scenario
+def always_failing(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder, "--env", "STANDIN_FAULT=raise:2:5:always", "--max-requeues", "1")
+    run.wait_for_end()
+    run.wait_for_jobs()
+    return run
+
+
+@scenario
+def chained(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder, "--chain", "3")
+    run.wait_for_iteration(12)
+    lab.command("scancel", "--batch", "--signal=USR1", run.jobs[0])
+    run.wait_for_end()
+    run.wait_for_jobs()
+    return run
+
+
+# --- what must hold ---
+
+
+def attempts(run: Run) -> list[tuple[str | None, int, int | None]]:
+    return [(a.outcome, a.from_iteration, a.to_iteration) for a in run.state.attempts]
+
+
+def test_a_run_without_trouble(runs: dict, reference: list[dict]) -> None:
+    run = runs["plain"].result()
+    assert attempts(run) == [("exited", 0, 40)]
+    assert run.folder.finished()["iteration"] == 40
+    same_training(run, reference)
+
+
+def test_early_signal_saves_and_resumes_at_the_next_sample(runs: dict, reference: list) -> None:
+    run = runs["early_signal"].result()
+    (outcome, start, saved), second = attempts(run)
+    assert (outcome, start) == ("asked to stop", 0)
+    assert saved >= 13
+    assert second == ("exited", saved, 40)
+    # nothing is trained twice
+    assert len(list(laboratory.raw_records(run))) == 40
+    same_training(run, reference)
+
+
+def test_requeue_by_hand(runs: dict, reference: list) -> None:
+    run = runs["requeued"].result()
+    first, second = attempts(run)
+    assert first[0] == "requeued by Slurm"
+    assert second == ("exited", first[2], 40)
+    same_training(run, reference)
+
+
+def test_preemption(runs: dict, reference: list) -> None:
+    run = runs["preempted"].result()
+    first, *_, last = attempts(run)
+    assert first[0] in ("preempted", "requeued by Slurm")
+    assert last == ("exited", first[2], 40)
+    same_training(run, reference)
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on(runs: dict, reference: list) -> None:
+    run = runs["killed_rank"].result()
+    assert attempts(run) == [("exited", 0, 10), ("exited", 10, 40)]
+    assert run.state.attempts[0].reason.startswith("rank 3 on node")
+    assert run.state.attempts[0].reason.endswith("Killed")
+    same_training(run, reference)
+
+
+def test_a_hang_leaves_stacks_and_the_run_goes_on(runs: dict, reference: list) -> None:
+    run = runs["stopped_rank"].result()
+    assert attempts(run) == [("hang", 0, 10), ("exited", 10, 40)]
+    first = run.state.attempts[0]
+    assert "no progress for 0.1 minutes after iteration 15" in first.reason
+    assert "no stack from rank 1: stopped" in first.reason
+    stacks = run.folder.logs / first.name / "stacks"
+    for rank in (0, 2, 3):
+        assert "standin_worker.py" in (stacks / f"rank-{rank}.txt").read_text()
+    same_training(run, reference)
+
+
+def test_a_lost_node_is_left_out(runs: dict, reference: list) -> None:
+    run = runs["node_lost_in_step"].result()
+    first, last = run.state.attempts[0], run.state.attempts[-1]
+    assert (first.from_iteration, first.to_iteration) == (0, 10)
+    assert (last.from_iteration, last.to_iteration) == (10, 40)
+    lost = run.wait("host names", run.nodes)  # of the last attempt
+    assert first.nodes != last.nodes, lost
+    same_training(run, reference)
+
+
+def test_a_half_written_checkpoint_is_never_resumed_from(runs: dict, reference: list) -> None:
+    run = runs["first_node_lost_in_save"].result()
+    first, second = attempts(run)[:2]
+    assert first[:2] == ("lost", 0)
+    assert second[1] == 10
+    assert "deleted the half-written checkpoint iter_0000020" in run.folder.rank0_log.read_text()
+    same_training(run, reference)
+
+
+def test_scancel_ends_the_run(runs: dict) -> None:
+    run = runs["cancelled"].result()
+    assert run.state.status == "cancelled"
+    assert len(run.state.attempts) == 1
+    assert run.folder.finished() is None
+    assert not run.folder.lock.exists() or run.state.attempts[0].ended
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(runs: dict) -> None:
+    run = runs["not_a_number"].result()
+    assert run.state.status == "failed"
+    assert run.state.reason == "the loss of pass 1 is not a number at iteration 20"
+    # iteration 20 was saved with bad weights: the last good one is what is left
+    assert run.state.attempts[-1].to_iteration == 10
+    assert (run.folder.path / "latest_checkpointed_iteration.txt").read_text() == "10"
+
+
+def test_giving_up_shows_the_first_error(runs: dict) -> None:
+    run = runs["always_failing"].result()
+    assert run.state.status == "failed"
+    assert len(run.state.attempts) == 2
+    assert run.state.reason.startswith("gave up after starting again once")
+    assert "rank 2 on node" in run.state.reason
+    assert run.state.reason.endswith("RuntimeError: the machine is on fire at iteration 5")
+
+
+def test_a_chain_hands_over_and_its_leftover_does_nothing(runs: dict, reference: list) -> None:
+    run = runs["chained"].result()
+    first, second = run.state.attempts
+    assert [first.job, second.job] == run.jobs[:2]
+    assert first.outcome == "asked to stop"
+    assert second.to_iteration == 40
+    leftover = (run.folder.logs / f"slurm-{run.jobs[2]}.log").read_text()
+    assert "the run finished at iteration 40: nothing to do" in leftover
+    same_training(run, reference)

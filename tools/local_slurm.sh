@@ -189,6 +189,7 @@ start_node() { # I
     trap 'kill %1' TERM
     wait; wait" local-slurm-node </dev/null >>"$LAB/log/slurmd.node$1.out" 2>&1 &
   echo $! >"$LAB/run/node$1.started"
+  disown # or bash reports its end, when the node is killed
 }
 
 up() {
@@ -197,6 +198,10 @@ up() {
   unshare --mount --uts --pid --fork --mount-proc true 2>/dev/null || cannot "this machine forbids namespaces (unshare)"
   local missing; missing=$(missing_programs | xargs)
   [ -z "$missing" ] || cannot "$missing missing: run '$0 install'"
+  ! (: </dev/tcp/127.0.0.1/"$PORT") 2>/dev/null || {
+    echo "local_slurm: port $PORT is in use: stop the other local Slurm, or set LOCAL_SLURM_PORT" >&2
+    exit 1
+  }
   trap 'down' ERR
   write_configuration 2>"$LAB.err" || { local why; why=$(cat "$LAB.err"); rm -rf "$LAB" "$LAB.err"; cannot "$why"; }
   rm -f "$LAB.err"
@@ -211,8 +216,7 @@ up() {
   local i
   for i in $(all_nodes); do start_node "$i"; done
   if ! wait_for 20 nodes_idle; then
-    sinfo -N -l >&2 || true
-    tail -n 3 "$LAB"/log/*.out "$LAB"/log/*.log >&2 || true
+    tail -n 3 "$LAB/log/slurmctld.log" "$LAB/log/slurmd.node0.log" >&2 || true
     down
     cannot "the nodes did not become idle"
   fi

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import queue
 from typing import Any
 
 import torch
+from megatron.training import global_vars
 
 from megalatent.platform.device import cuda_type_names
 from megalatent.platform.patching import Patch
@@ -90,6 +92,17 @@ def _send_aliases(original: Any) -> Any:
     return p2p_ops
 
 
+def _results_in_this_process(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_write_results_queue(mp_mode: str = "spawn") -> Any:
+        args = global_vars._GLOBAL_ARGS
+        if args is not None and args.async_save:
+            return original(mp_mode)
+        return queue.Queue()
+
+    return get_write_results_queue
+
+
 _INITIALIZE = (
     "allow_no_cuda",
     "skip_mpu_initialization",
@@ -114,6 +127,10 @@ _P2P = (
     "next_pipeline_rank",
 )
 _TYPE_CHECK = "compares tensor.type() with torch.cuda names to tell fp32 from 16-bit parameters"
+_QUEUE = (
+    "starts a process even for a save in this one: it imports torch for seconds, wants an "
+    "importable main module, and outlives a killed rank"
+)
 _NEEDS_GPU = "demands a GPU before it sets up process groups and random states"
 _ARCH = "asks a GPU for its generation; 10 switches off an old generation's requirement"
 _SPLITS = "leaves split sizes as tensors, which gloo's all-to-all refuses"
@@ -160,6 +177,13 @@ MEGATRON_PATCHES = (
         "gloo has no stream order: a sent tensor must stay alive until it is sent",
         _send_aliases,
         _P2P,
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "get_write_results_queue",
+        _QUEUE,
+        _results_in_this_process,
+        ("mp_mode",),
     ),
     Patch(
         "megatron.core.optimizer.distrib_optimizer",

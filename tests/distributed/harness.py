@@ -6,8 +6,10 @@ process uses one thread (see `tests/conftest.py`): forking after OpenMP threads 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -66,20 +68,23 @@ class _Rank:
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank = rank
         self.folder = folder
-        self.pid = 0
-        self.status: int | None = None
+        self.process: Any = None
         self.hung = False
 
     def _path(self, kind: str) -> Path:
         return self.folder / f"{kind}-{self.rank}"
 
     def start(self, n: int, fn: Callable[..., Any], args: Any, timeout: float) -> None:
-        self.pid = os.fork()
-        if self.pid == 0:
-            # Never returns: pytest must not go on in the child.
-            os._exit(self._run(n, fn, args, timeout))
+        # Unlike a bare fork, it also ends the helper processes that saving a checkpoint starts.
+        process = multiprocessing.get_context("fork").Process(
+            target=self._run, args=(n, fn, args, timeout)
+        )
+        process.start()
+        self.process = process
 
-    def _run(self, n: int, fn: Callable[..., Any], args: Any, timeout: float) -> int:
+    def _run(self, n: int, fn: Callable[..., Any], args: Any, timeout: float) -> None:
+        # A group of its own: what the rank has started can be ended with it.
+        os.setsid()
         with self._path("stack").open("w") as stack:
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             os.environ.update(
@@ -102,35 +107,30 @@ class _Rank:
                 # A rank that leaves early breaks the connections the others still use.
                 dist.barrier()
                 self._path("result").write_bytes(data.getvalue())
-                return 0
             except BaseException:
                 self._path("error").write_text(traceback.format_exc())
-                return 1
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
 
-    def poll(self) -> bool:
-        """True when the process has ended."""
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.status = os.waitstatus_to_exitcode(status)
-        return self.status is not None
+    def ended(self) -> bool:
+        return self.process.exitcode is not None
+
+    def failed(self) -> bool:
+        return self._path("error").exists() or (self.ended() and self.process.exitcode != 0)
 
     def kill(self) -> None:
-        if not self.poll():
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.status = -signal.SIGKILL
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
 
     def error(self) -> str | None:
         if self._path("error").exists():
             return self._path("error").read_text()
         if self.hung:
             return f"did not finish; its stack:\n{self._path('stack').read_text()}"
-        if self.status != 0:
-            return f"ended with exit code {self.status} and no traceback"
+        if not self._path("result").exists():
+            return f"ended with exit code {self.process.exitcode} and no traceback"
         return None
 
     def failed_at(self) -> float:
@@ -143,7 +143,7 @@ class _Rank:
 
     def dump_stack(self) -> None:
         self.hung = True
-        os.kill(self.pid, signal.SIGUSR1)
+        os.kill(self.process.pid, signal.SIGUSR1)
 
     def result(self) -> Any:
         return torch.load(io.BytesIO(self._path("result").read_bytes()), weights_only=False)
@@ -152,17 +152,13 @@ class _Rank:
 def _wait(ranks: list[_Rank], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     failed = False
-    # Every rank is asked each time: a failure must be seen while another rank hangs.
-    while True:
-        done = [rank.poll() for rank in ranks]
-        if all(done):
-            return
-        if not failed and any(rank.status for rank in ranks):
+    while not all(rank.ended() for rank in ranks):
+        if not failed and any(rank.failed() for rank in ranks):
             failed = True
             deadline = min(deadline, time.monotonic() + _GRACE)
         if time.monotonic() > deadline:
             for rank in ranks:
-                if not rank.poll():
+                if not rank.ended():
                     rank.dump_stack()
             time.sleep(0.5)
             return

@@ -197,8 +197,7 @@ def full_optimizer_tensors(
 
 
 def _optimizer_tensor(part: Any, param: torch.nn.Parameter, key: str) -> torch.Tensor | None:
-    ranges = getattr(part, "model_param_gbuf_map", None)
-    if ranges is None:
+    if not hasattr(part, "model_param_gbuf_map"):
         main = getattr(param, "main_param", param)
         if main is not param and key == "param":
             return main.detach()
@@ -206,10 +205,11 @@ def _optimizer_tensor(part: Any, param: torch.nn.Parameter, key: str) -> torch.T
         if state is None:
             return None
         return (main if key == "param" else state[key]).detach()
-    if param not in ranges:
+    if not any(param in buffer.param_index_map for buffer in part.buffers):
         return None
     full = torch.zeros(param.numel())
-    if param in part.model_param_group_index_map:
+    # Only the parameters of this rank's shard are in its maps.
+    if param in part.model_param_gbuf_map:
         group, index = part.model_param_group_index_map[param]
         main = part.optimizer.param_groups[group]["params"][index]
         tensor = main if key == "param" else part.optimizer.state[main][key]

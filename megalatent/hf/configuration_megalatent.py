@@ -10,7 +10,14 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-__all__ = ["MegalatentConfig"]
+__all__ = ["AUTO_MAP", "MegalatentConfig"]
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_megalatent.MegalatentConfig",
+    "AutoModel": "modeling_megalatent.MegalatentModel",
+    "AutoModelForCausalLM": "modeling_megalatent.MegalatentForCausalLM",
+}
+"""Where transformers finds the classes among the files of an export."""
 
 # Fusions of the Full-bandwidth transformer train with jitter and prefix mixin, Recycler's without.
 _FUSIONS_WITH_NOISE = ("gated", "concat")

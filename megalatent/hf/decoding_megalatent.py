@@ -69,7 +69,7 @@ class MegalatentGenerationMixin(GenerationMixin):
                     f"generate() sets {name} itself: choose the decoding with mode=... and "
                     "prefill_passes=..."
                 )
-        plan = self._decoding_plan(generation_config, kwargs)
+        plan = self.decoding_plan(generation_config, kwargs)
         options = {k: v for k, v in kwargs.items() if k not in ("mode", "prefill_passes")}
         config, model_kwargs = super()._prepare_generation_config(generation_config, **options)
         if config.cache_implementation in ("paged", "quantized"):
@@ -91,7 +91,7 @@ class MegalatentGenerationMixin(GenerationMixin):
         model_kwargs["latent_plan"] = plan
         return config, model_kwargs
 
-    def _decoding_plan(
+    def decoding_plan(
         self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
     ) -> DecodingPlan:
         """Arguments of the call come first, then its generation config, then the model's."""
@@ -175,7 +175,7 @@ class MegalatentGenerationMixin(GenerationMixin):
                 f"and input_ids only {input_ids.shape[1]}: pass the whole text, the cached part "
                 "included, followed by at least one new token."
             )
-        plan = latent_plan or self._decoding_plan(None, {})
+        plan = latent_plan or self.decoding_plan(None, {})
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,

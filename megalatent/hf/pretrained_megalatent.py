@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.modeling_outputs import ModelOutput
 
-from .configuration_megalatent import MegalatentConfig
+from .configuration_megalatent import AUTO_MAP, MegalatentConfig
 from .fusion_megalatent import FusedNorm, FusionLinear
 from .layers_megalatent import MegalatentExperts, MegalatentRouter
 
@@ -87,6 +88,11 @@ class MegalatentPreTrainedModel(PreTrainedModel):
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return True
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Save weights, configuration and this code; any Auto class then loads the folder."""
+        self.config.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

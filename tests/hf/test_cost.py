@@ -13,14 +13,17 @@ from tests.hf.reference import prompts, tiny_model
 PROMPT = 64
 
 
-def recipe_model(fusion: str) -> MegalatentForCausalLM:
-    """The 24-layer, 1B-parameter model of FBT, without memory for its weights."""
-    layers = ["full_attention" if n % 6 == 0 else "sliding_attention" for n in range(1, 25)]
+def recipe_model(fusion: str, num_layers: int) -> MegalatentForCausalLM:
+    """With 24 layers the 1B-parameter model of FBT, without memory for its weights."""
+    every = 6 if num_layers == 24 else 2
+    layers = [
+        "sliding_attention" if n % every else "full_attention" for n in range(1, num_layers + 1)
+    ]
     config = MegalatentConfig(
         vocab_size=100_352,
         hidden_size=1536,
         intermediate_size=6656,
-        num_hidden_layers=24,
+        num_hidden_layers=num_layers,
         num_attention_heads=16,
         num_key_value_heads=8,
         sliding_window=2048,
@@ -28,7 +31,7 @@ def recipe_model(fusion: str) -> MegalatentForCausalLM:
         qk_norm=True,
         attention_gate=True,
         sandwich_norm=True,
-        residual_multiplier=24**-0.5,
+        residual_multiplier=num_layers**-0.5,
         fusion=fusion,
     )
     with torch.device("meta"):
@@ -42,18 +45,22 @@ def count_flops(model, tokens: int, cache: LatentDynamicCache, **arguments) -> i
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize(("fusion", "products"), [("gated", 2), ("additive", 1), ("concat", 2)])
-def test_operations_of_steps_and_prefills(fusion: str, products: int) -> None:
-    model = recipe_model(fusion)
+@pytest.mark.parametrize(
+    ("fusion", "num_layers", "products"),
+    [("gated", 24, 2), ("gated", 2, 2), ("additive", 2, 1), ("concat", 2, 2)],
+)
+def test_operations_of_steps_and_prefills(fusion: str, num_layers: int, products: int) -> None:
+    model = recipe_model(fusion, num_layers)
     cache = LatentDynamicCache(config=model.config)
     one = count_flops(model, PROMPT, cache, num_passes=1)
     soft = count_flops(model, 1, cache, use_carried_state=True)
     cache.crop(-1)
     standard = count_flops(model, 1, cache)
-    # Two operations for each weight of the stack and the head, and some for attention.
-    assert standard > 2 * 1_060_000_000
     assert soft - standard == products * 2 * 1536**2
-    assert soft / standard <= 1.01
+    if num_layers == 24:
+        # Two operations for each weight of the stack and the head, and some for attention.
+        assert standard > 2 * 1_060_000_000
+        assert soft / standard <= 1.01
 
     two = count_flops(model, PROMPT, LatentDynamicCache(config=model.config), num_passes=2)
     head = 2 * 1536 * 100_352  # for the last position alone, once
@@ -61,7 +68,7 @@ def test_operations_of_steps_and_prefills(fusion: str, products: int) -> None:
     fused = (PROMPT - 1) * (2 if fusion == "concat" else 1) * product
     gates = PROMPT * product if fusion == "gated" else 0
     assert two - one == (one - head) + fused + gates
-    if fusion == "gated":
+    if num_layers == 2:
         three = count_flops(model, PROMPT, LatentDynamicCache(config=model.config), num_passes=3)
         assert three - two == (one - head) + fused
 

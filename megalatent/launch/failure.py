@@ -20,6 +20,7 @@ __all__ = [
     "RankError",
     "bad_loss_in_logs",
     "describe_failure",
+    "first_exit_code",
     "is_secret",
     "redact",
     "write_rank_error",
@@ -87,6 +88,15 @@ def describe_failure(logs: Path, srun_lines: Iterable[str], returncode: int) -> 
     if records:
         return redact(str(records[0]))
     return f"the ranks ended with exit code {returncode} and left no error: see the node logs"
+
+
+def first_exit_code(srun_lines: Iterable[str], returncode: int) -> int:
+    """The exit code of the rank that ended first; srun's own is that of any rank it killed."""
+    for line in srun_lines:
+        found = re.search(r"Exited with exit code (\d+)", line)
+        if found:
+            return int(found.group(1))
+    return returncode
 
 
 def bad_loss_in_logs(logs: Path) -> BadLoss | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import io
 import json
 import os
 import signal
@@ -16,7 +17,10 @@ from dataclasses import asdict, dataclass
 
 from megalatent.errors import UserError
 
-__all__ = ["LastWords", "run_rank"]
+__all__ = ["LAST_WORDS", "LastWords", "run_rank", "work"]
+
+# Environment variable: descriptor of the pipe for a rank's last words.
+LAST_WORDS = "MEGALATENT_LAST_WORDS"
 
 # A pipe holds 64 KiB: a longer message would block a process that nobody may be reading.
 _LONGEST_TRACEBACK = 40_000
@@ -67,7 +71,12 @@ def run_rank(
         stderr_fd: takes the place of standard error, if given.
         parent: process id of the launcher; when the launcher dies, so does this process.
     """
-    _settle_in(environment, stderr_fd, parent)
+    _settle_in({**environment, LAST_WORDS: str(words_fd)}, stderr_fd, parent)
+    work(worker, words_fd)
+
+
+def work(worker: Callable[[], None], words_fd: int) -> None:
+    """Run `worker`; a failure goes out on the pipe and ends the process at once."""
     try:
         worker()
         return
@@ -99,7 +108,9 @@ def _settle_in(environment: Mapping[str, str], stderr_fd: int | None, parent: in
         os.dup2(stderr_fd, 2)
         os.close(stderr_fd)
         # The launcher's may have been replaced by something that does not end in descriptor 2.
-        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        sys.stderr = io.TextIOWrapper(
+            io.FileIO(2, "w", closefd=False), errors="backslashreplace", line_buffering=True
+        )
     faulthandler.enable()
 
 

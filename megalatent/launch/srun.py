@@ -20,7 +20,7 @@ from types import FrameType
 
 from megalatent.launch import checkpoints
 from megalatent.launch.decisions import Cause
-from megalatent.launch.failure import bad_loss_in_logs, describe_failure, redact
+from megalatent.launch.failure import bad_loss_in_logs, describe_failure, first_exit_code, redact
 from megalatent.launch.progress import BadLoss, Progress
 from megalatent.launch.runfolder import RunFolder
 from megalatent.launch.slurm import Slurm, SlurmError
@@ -217,7 +217,7 @@ class Ranks:
         if returncode == 0:
             return self._ended(Cause.EXITED, f"the ranks ended {self._where()}", 0)
         first = describe_failure(self._launch.logs, self._srun_lines, returncode)
-        return self._ended(Cause.EXITED, first, returncode)
+        return self._ended(Cause.EXITED, first, first_exit_code(self._srun_lines, returncode))
 
     # --- progress ---
 

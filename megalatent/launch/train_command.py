@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megalatent.errors import UserError
+from megalatent.launch.placement import Joined, find_place
+from megalatent.launch.rank import LAST_WORDS, work
 
 if TYPE_CHECKING:
     from megalatent.config import Config
@@ -44,6 +49,13 @@ def add_train_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         help="override a value of the config, for example --set megatron.lr=1e-3; may be repeated",
     )
     parser.add_argument(
+        "--start-method",
+        choices=("auto", "fork", "fresh"),
+        default="auto",
+        help="fork: ranks come from this process, ready in milliseconds; fresh: each rank imports"
+        " everything anew; auto: fork, unless something here has opened CUDA",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="show the resolved config and Megatron's command line, and stop",
@@ -58,9 +70,25 @@ def run_train_command(args: argparse.Namespace) -> int:
         RankFailure: a rank failed.
         Stopped: stopped by a signal.
     """
-    from megalatent.launch.placement import find_place
-
     place = None if args.nproc is not None else find_place(os.environ)
+    try:
+        config, world_size = _load(args, place)
+    except UserError:
+        if place is not None and place.local_rank != 0:
+            return 2  # every rank finds the same mistake: one a node says so
+        raise
+    if args.dry_run:
+        if place is None or place.rank == 0:
+            print(describe_run(config, world_size), end="")
+    elif place is None:
+        start(config, world_size, again=_same_command(args), method=args.start_method)
+    else:
+        _join(config, place)
+    return 0
+
+
+def _load(args: argparse.Namespace, place: Joined | None) -> tuple[Config, int]:
+    """The checked configuration and the number of processes it was checked for."""
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc: {args.nproc} starts no process: give 1 or more")
     _prepare_imports()
@@ -72,17 +100,23 @@ def run_train_command(args: argparse.Namespace) -> int:
         config.check(world_size)
     except UserError as error:
         raise UserError(f"{args.config}: {error}") from None
-    if args.dry_run:
-        if place is None or place.rank == 0:
-            print(describe_run(config, world_size), end="")
-        return 0
-    if place is None:
-        start(config, world_size)
-    else:
-        for name, value in place.environment.items():
-            os.environ.setdefault(name, value)
+    return config, world_size
+
+
+def _same_command(args: argparse.Namespace) -> list[str]:
+    """The command for a fresh interpreter that does what this one was asked to."""
+    overrides = [part for override in args.overrides for part in ("--set", override)]
+    return [sys.executable, "-m", "megalatent.cli", "train", args.config, *overrides]
+
+
+def _join(config: Config, place: Joined) -> None:
+    for name, value in {**_connections(config), **place.environment}.items():
+        os.environ.setdefault(name, value)
+    words_fd = os.environ.pop(LAST_WORDS, None)
+    if words_fd is None:
         _train(config)
-    return 0
+    else:
+        work(lambda: _train(config), int(words_fd))
 
 
 def _prepare_imports() -> None:
@@ -118,11 +152,20 @@ def describe_run(config: Config, world_size: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def start(config: Config, nproc: int, *, train: Callable[[Config], None] | None = None) -> None:
-    """Train in `nproc` local processes forked from this one.
+def start(
+    config: Config,
+    nproc: int,
+    *,
+    again: Sequence[str] = (),
+    method: str = "auto",
+    train: Callable[[Config], None] | None = None,
+) -> None:
+    """Train in `nproc` local processes.
 
     Args:
-        train: what each rank does; the default trains.
+        again: command of a fresh rank; without it ranks are always forked.
+        method: `fork`, `fresh`, or `auto`: CUDA does not survive a fork, so fresh where it is open.
+        train: what each forked rank does; the default trains.
 
     Raises:
         RankFailure, Stopped: see `run_local`.
@@ -132,24 +175,49 @@ def start(config: Config, nproc: int, *, train: Callable[[Config], None] | None 
     from megalatent.config_megatron import parse
     from megalatent.launch.local import run_local
 
-    if torch.cuda.is_initialized():
-        raise RuntimeError("CUDA is open in the launcher, and does not survive a fork")
+    if method != "fresh":
+        _preload()
+    if method == "auto" and torch.cuda.is_initialized():
+        print("megalatent: CUDA is open already: ranks start afresh", file=sys.stderr)
+        method = "fresh"
     threads = _threads_per_rank(os.environ, nproc)
     args = parse(config.megatron_argv())
     # Megatron saves and ends well at this signal, whichever one the launcher gets.
     exit_signal = args.exit_signal if args.exit_signal_handler else signal.SIGTERM
 
     def worker(rank: int) -> None:
+        if method == "fresh" and again:
+            os.set_inheritable(int(os.environ[LAST_WORDS]), True)
+            os.execv(again[0], list(again))
         torch.set_num_threads(threads)
         (train or _train)(config)
 
     run_local(
         worker,
         nproc,
-        environment={"OMP_NUM_THREADS": str(threads), **_connections(args)},
+        environment={"OMP_NUM_THREADS": str(threads), **_connections(config)},
         forward_as=exit_signal,
         signals=tuple({signal.SIGTERM, signal.SIGINT, exit_signal}),
     )
+
+
+def _preload() -> None:
+    """Import what every rank will need, once, before the fork."""
+    names = [
+        "megalatent.training.setup",
+        "megalatent.model.build",
+        "megalatent.model.layers",
+        "megalatent.checkpoint.fresh",
+        "megatron.core.datasets.gpt_dataset",
+        "megatron.core.models.mimo",
+        "megatron.training.datasets.sft_dataset",
+    ]
+    if importlib.util.find_spec("transformers"):
+        names.append("transformers.models.auto.tokenization_auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Megatron's experimental parts, which we do not use
+        for name in names:
+            importlib.import_module(name)
 
 
 def _threads_per_rank(environ: Mapping[str, str], nproc: int) -> int:
@@ -160,16 +228,21 @@ def _threads_per_rank(environ: Mapping[str, str], nproc: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // nproc)
 
 
-def _connections(args: argparse.Namespace) -> dict[str, str]:
+def _connections(config: Config) -> dict[str, str]:
     """Megatron requires one hardware queue before Blackwell, so that communication comes first."""
-    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
-    return {}
+    from megalatent.config_megatron import value_of
+
+    sizes = ("tensor_model_parallel_size", "context_parallel_size")
+    if all(value_of(config.megatron, size) == 1 for size in sizes):
+        return {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
 
 
 def _train(config: Config) -> None:
     from megalatent.training.pretrain import run
 
+    if os.environ.get("RANK") != "0" and not sys.warnoptions:
+        warnings.simplefilter("ignore")  # rank 0 has the same ones
     # Megatron reads its options from the command line, in several places.
     sys.argv = ["megalatent", *config.megatron_argv()]
     run(config)

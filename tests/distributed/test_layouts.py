@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -76,10 +75,15 @@ def _train(rank: int, layout: Layout, setups: Sequence[Setup], steps: int) -> li
     return results
 
 
-@cache
+_REFERENCES: dict[str, list[Result]] = {}
+
+
 def _reference(setups: tuple[Setup, ...], steps: int) -> list[Result]:
     plain = tuple(replace(s, ddp={}) for s in setups)
-    return run_ranks(1, _train, Layout(), plain, steps, timeout=120)[0]
+    key = repr((plain, steps))
+    if key not in _REFERENCES:
+        _REFERENCES[key] = run_ranks(1, _train, Layout(), plain, steps, timeout=120)[0]
+    return _REFERENCES[key]
 
 
 def _compare(layout: Layout, setups: tuple[Setup, ...], steps: int, ddp: Any = None) -> None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megalatent.errors import UserError
 from megalatent.passes.costs import Costs
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = [
     "Action",
@@ -221,6 +223,8 @@ class Planner:
         max_in_flight: int | None = None,
         keep: int = 16,
     ) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
         self.stages = stages
         self.chunks = chunks
         self.costs = costs or Costs()

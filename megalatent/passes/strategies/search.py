@@ -225,8 +225,13 @@ def _offer(p: Problem, pool: _Pool, woven: Weave) -> float:
     name = f"woven, {recipe.starts} first" if recipe.starts == "longest" else "woven, spread"
     if _uniform(p) and recipe.grouped:
         name = "1F1B" if p.width == 1 else "grouped interleave"
-    heads = "early" if recipe.eager_heads or not p.head else "gap"
-    return pool.offer(name, project(p, woven), heads, _WOVEN)
+    lists = project(p, woven)
+    if recipe.eager_heads or not p.head:
+        return pool.offer(name, lists, "early", _WOVEN)
+    made = pool.offer(name, lists, "busy", _WOVEN)
+    if made > woven.makespan * _AT_BOUND:
+        made = min(made, pool.offer(name, lists, "gap", _FIXED))
+    return made
 
 
 def _uniform(p: Problem) -> bool:

@@ -31,6 +31,7 @@ class Cause(StrEnum):
     HANG = "hang"
     BAD_LOSS = "bad loss"
     BAD_NODES = "bad nodes"
+    NO_GOOD_NODE = "no good node"  # more likely something else than all of them
 
 
 class Action(StrEnum):
@@ -78,7 +79,7 @@ def decide(outcome: Outcome, state: State, policy: Policy) -> Decision:
     failures = state.failures if outcome.to_iteration <= state.failures_at else 0
     reason = outcome.reason
     match outcome.cause:
-        case Cause.BAD_LOSS:
+        case Cause.BAD_LOSS | Cause.NO_GOOD_NODE:
             return Decision(Action.FAIL, reason, failures)
         case Cause.CANCELLED | Cause.SLURM_REQUEUE:
             return Decision(Action.NOTHING, reason, failures)

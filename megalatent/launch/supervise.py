@@ -129,7 +129,8 @@ class _Supervisor:
                 return interrupted
             if bad:
                 self._leave_out(bad, check, state)
-                return Ended(Cause.BAD_NODES, check.summary(bad), returncode=1)
+                cause = Cause.NO_GOOD_NODE if check.all_bad(bad) else Cause.BAD_NODES
+                return Ended(cause, check.summary(bad), returncode=1)
         self._ranks = Ranks(
             self._launch(attempt), self._folder, self._slurm, self._signals, self._say
         )
@@ -216,7 +217,7 @@ class _Supervisor:
 
     # --- after they have ended ---
 
-    def _conclude(self, ended: Ended, state: State, every_node_bad: bool = False) -> int:
+    def _conclude(self, ended: Ended, state: State) -> int:
         """Write down how the attempt ended, then do what follows; the exit code."""
         if ended.bad_loss is not None:
             # weights saved at or after that iteration are bad too
@@ -234,8 +235,6 @@ class _Supervisor:
             reached_target=self._reached_target(ended, saved),
         )
         decision = decide(outcome, state, self._policy())
-        if every_node_bad:
-            decision = Decision(Action.FAIL, ended.reason, decision.failures)
         attempt.ended, attempt.to_iteration = now(), saved
         attempt.outcome, attempt.reason = ended.cause.value, ended.reason
         self._count(state, decision, saved)

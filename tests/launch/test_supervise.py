@@ -1,0 +1,356 @@
+"""The supervisor around a stand-in srun: what it decides, what it asks of Slurm, what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalatent.launch.runfolder import Attempt, Owner, RunFolder, State
+from tests.launch.fake_slurm import FakeSlurm, fake_slurm  # noqa: F401
+from tests.launch.lab import STANDIN, tiny_config
+
+JOB = "7"
+
+
+class Supervised:
+    """Starts the supervisor as a batch script would, in a run folder of its own."""
+
+    def __init__(self, folder: Path, slurm: FakeSlurm) -> None:
+        self.slurm = slurm
+        self.folder = RunFolder(folder / "run")
+        self.folder.path.mkdir()
+        self.config = tiny_config(folder, save=str(self.folder.path), train_iters=20)
+        self.process: subprocess.Popen[str] | None = None
+        slurm.job(JOB, "RUNNING")
+
+    def start(self, *options: str, job: str = JOB, restart: int = 0, **environment: str) -> None:
+        resume = f"--set megatron.load={self.folder.path}"
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "megalatent.launch.supervise"),
+                *(f"--run={self.folder.path}", "--srun=srun", f"--python={sys.executable}"),
+                *("--node-check=off", "--target-iterations=20", "--poll-seconds=0.05"),
+                *("--back-off-seconds=60", f"--resume={resume}", *options, "--"),
+                *(sys.executable, "-m", "megalatent.launch.slurm_rank", str(STANDIN)),
+                *(str(self.config), "--set", f"megatron.save={self.folder.path}"),
+            ],
+            env={
+                **os.environ,
+                "SLURM_JOB_ID": job,
+                "SLURM_RESTART_COUNT": str(restart),
+                "SLURM_JOB_NODELIST": "node[0-1]",
+                "STANDIN_STEP_SECONDS": "0.02",
+                "STANDIN_SAVE_SECONDS": "0",
+                **environment,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def end(self) -> tuple[int, str]:
+        assert self.process is not None
+        said, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, said
+
+    def run(self, *options: str, **more: Any) -> tuple[int, str]:
+        self.start(*options, **more)
+        return self.end()
+
+    def wait_for_iteration(self, iteration: int) -> None:
+        deadline = time.monotonic() + 60
+        metrics = self.folder.metrics
+        while time.monotonic() < deadline:
+            if metrics.exists() and f'"iteration": {iteration},' in metrics.read_text():
+                return
+            time.sleep(0.02)
+        raise TimeoutError(iteration)
+
+    @property
+    def state(self) -> State:
+        return self.folder.read_state()
+
+
+@pytest.fixture
+def supervised(tmp_path: Path, fake_slurm: FakeSlurm) -> Iterator[Supervised]:  # noqa: F811
+    run = Supervised(tmp_path, fake_slurm)
+    yield run
+    if run.process is not None and run.process.poll() is None:
+        run.process.kill()
+
+
+def test_a_finished_run_is_marked_and_never_started_again(supervised: Supervised) -> None:
+    code, said = supervised.run()
+    assert code == 0, said
+    assert supervised.state.status == "finished"
+    assert supervised.folder.finished()["iteration"] == 20
+    assert not supervised.folder.lock.exists()
+    log = supervised.folder.rank0_log.read_text()
+    assert "iteration 20 loss" in log
+    before = supervised.folder.metrics.read_bytes()
+    code, said = supervised.run(job="8")
+    assert code == 0
+    assert "finished at iteration 20: nothing to do" in said
+    assert supervised.folder.metrics.read_bytes() == before
+    assert supervised.slurm.calls("scontrol").count("requeue 7") == 0
+
+
+def test_early_signal_saves_then_requeues(supervised: Supervised) -> None:
+    supervised.start(STANDIN_STEP_SECONDS="0.1")
+    supervised.wait_for_iteration(4)
+    assert supervised.process is not None
+    supervised.process.send_signal(signal.SIGUSR1)
+    code, said = supervised.end()
+    assert code == 0, said
+    attempt = supervised.state.attempts[0]
+    assert attempt.to_iteration is not None
+    assert attempt.to_iteration >= 4
+    assert "requeue 7" in supervised.slurm.calls("scontrol")
+    # nothing is wrong with the nodes, and nothing failed: no delay, nothing left out
+    assert not [call for call in supervised.slurm.calls("scontrol") if "update" in call]
+    code, said = supervised.run(restart=1)
+    assert code == 0, said
+    assert [a.from_iteration for a in supervised.state.attempts] == [0, attempt.to_iteration]
+
+
+def test_a_failed_rank_is_requeued_later_and_given_up_in_the_end(supervised: Supervised) -> None:
+    fault = {"STANDIN_FAULT": "raise:2:3:always"}
+    for restart in range(2):
+        code, said = supervised.run("--max-requeues=2", restart=restart, **fault)
+        assert code == 0, said
+        assert supervised.state.failures == restart + 1
+    delays = [c for c in supervised.slurm.calls("scontrol") if "StartTime" in c]
+    assert delays == ["update JobId=7 StartTime=now+60", "update JobId=7 StartTime=now+120"]
+    code, said = supervised.run("--max-requeues=2", restart=2, **fault)
+    assert code == 1
+    reason = supervised.state.reason
+    assert reason == (
+        "gave up after starting again 2 times without a new checkpoint: rank 2 on node1: "
+        "RuntimeError: the machine is on fire at iteration 3"
+    )
+    assert supervised.slurm.calls("scontrol").count("requeue 7") == 2
+    # a leftover job of a chain does not try again either
+    code, said = supervised.run(job="8")
+    assert code == 1
+    assert "failed and is not started again" in said
+
+
+def test_failures_with_progress_between_them_do_not_add_up(supervised: Supervised) -> None:
+    supervised.run("--max-requeues=1", STANDIN_FAULT="kill:1:12:always")
+    assert supervised.state.failures == 1
+    # the second attempt fails at the same place, with no newer checkpoint than iteration 10
+    code, _ = supervised.run("--max-requeues=1", restart=1, STANDIN_FAULT="kill:1:12:always")
+    assert code == 1
+    supervised.folder.write_state(
+        State(status="waiting", failures=1, failures_at=0, jobs=[JOB], attempts=[])
+    )
+    code, _ = supervised.run("--max-requeues=1", restart=2, STANDIN_FAULT="kill:1:12:always")
+    assert code == 0
+    assert supervised.state.failures == 1
+
+
+def test_a_hang_is_ended_with_stacks(supervised: Supervised) -> None:
+    code, said = supervised.run("--hang-minutes=0.02", STANDIN_FAULT="hang:3:5")
+    assert code == 0, said
+    attempt = supervised.state.attempts[0]
+    assert attempt.outcome == "hang"
+    assert "after iteration 4" in (attempt.reason or "")
+    stacks = supervised.folder.logs / attempt.name / "stacks"
+    for rank in range(4):
+        assert "in main" in (stacks / f"rank-{rank}.txt").read_text()
+    assert "requeue 7" in supervised.slurm.calls("scontrol")
+
+
+def test_a_run_that_never_begins_is_a_hang_too(supervised: Supervised) -> None:
+    code, said = supervised.run("--startup-minutes=0.03", STANDIN_STEP_SECONDS="600")
+    assert code == 0, said
+    assert "before the first iteration" in (supervised.state.attempts[0].reason or "")
+
+
+def test_a_bad_loss_keeps_the_last_good_checkpoint(supervised: Supervised) -> None:
+    # saved at 10, bad from 15 on, and saved again at 20 before anybody looks
+    code, said = supervised.run(
+        "--poll-seconds=5", STANDIN_FAULT="nan:0:15", STANDIN_STEP_SECONDS="0"
+    )
+    assert code == 1, said
+    assert supervised.state.status == "failed"
+    assert supervised.state.reason == "the loss of pass 1 is not a number at iteration 15"
+    assert (supervised.folder.path / "latest_checkpointed_iteration.txt").read_text() == "10"
+    assert not supervised.slurm.calls("scontrol").count("requeue 7")
+
+
+def test_a_wrong_config_is_not_tried_again(supervised: Supervised) -> None:
+    worker = supervised.folder.path / "wrong.py"
+    worker.write_text(
+        "import sys\nprint('megalatent: error: megatron.lr: missing', file=sys.stderr)\n"
+        "sys.exit(2)\n"
+    )
+    supervised.config = Path("unused")
+    supervised.process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "megalatent.launch.supervise", "--node-check=off"),
+            *(f"--run={supervised.folder.path}", "--srun=srun", "--", sys.executable, "-m"),
+            *("megalatent.launch.slurm_rank", str(worker)),
+        ],
+        env={**os.environ, "SLURM_JOB_ID": JOB, "SLURM_JOB_NODELIST": "node[0-1]"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    code, _ = supervised.end()
+    assert code == 1
+    assert supervised.state.reason == "megatron.lr: missing"
+    assert not supervised.slurm.calls("scontrol").count("requeue 7")
+
+
+def test_time_limit_without_an_early_signal_requeues_before_slurm_kills(
+    supervised: Supervised,
+) -> None:
+    (supervised.slurm.folder / "reason").write_text("TimeLimit")
+    supervised.start(STANDIN_STEP_SECONDS="0.1")
+    supervised.wait_for_iteration(12)
+    assert supervised.process is not None
+    supervised.process.send_signal(signal.SIGTERM)
+    # Slurm signals the ranks too
+    pids = (supervised.slurm.folder / "pids").read_text().split()
+    for pid in pids:
+        os.kill(int(pid), signal.SIGTERM)
+    code, said = supervised.end()
+    assert code == 0, said
+    attempt = supervised.state.attempts[0]
+    assert attempt.outcome == "time limit"
+    assert "requeue 7" in supervised.slurm.calls("scontrol")
+    # what the ranks saved after that counts
+    assert attempt.to_iteration is not None
+    assert attempt.to_iteration >= 12
+
+
+@pytest.mark.parametrize(
+    ("words", "outcome", "status"),
+    [
+        ("", "cancelled", "cancelled"),
+        (" DUE TO JOB REQUEUE", "requeued by Slurm", "waiting"),
+        (" DUE TO NODE FAILURE", "requeued by Slurm", "waiting"),
+        (" DUE TO PREEMPTION", "preempted", "waiting"),
+    ],
+)
+def test_slurm_says_why_it_ends_a_job(
+    supervised: Supervised, words: str, outcome: str, status: str
+) -> None:
+    supervised.start(STANDIN_STEP_SECONDS="0.1")
+    supervised.wait_for_iteration(11)
+    (supervised.slurm.folder / "stderr").write_text(
+        f"slurmstepd: error: *** JOB 7 ON node0 CANCELLED AT 2026-01-01T00:00:00{words} ***\n"
+    )
+    assert supervised.process is not None
+    supervised.process.send_signal(signal.SIGTERM)
+    for pid in (supervised.slurm.folder / "pids").read_text().split():
+        os.kill(int(pid), signal.SIGTERM)
+    supervised.end()
+    assert supervised.state.attempts[0].outcome == outcome
+    assert supervised.state.status == status
+    # Slurm has requeued those itself; only a preempted job may need it
+    requeues = supervised.slurm.calls("scontrol").count("requeue 7")
+    assert requeues == (1 if outcome == "preempted" else 0)
+
+
+def test_a_second_run_in_the_folder_refuses(supervised: Supervised) -> None:
+    supervised.start(STANDIN_STEP_SECONDS="0.3")
+    supervised.wait_for_iteration(1)
+    second = Supervised.__new__(Supervised)
+    second.__dict__.update(supervised.__dict__)
+    code, said = second.run(job="8")
+    assert code == 2
+    assert f"{supervised.folder.path} is in use by job 7" in said
+    assert said.count("\n") == 1
+    assert supervised.process is not None
+    assert supervised.process.poll() is None
+    supervised.process.send_signal(signal.SIGTERM)
+    supervised.end()
+
+
+def test_the_lock_of_a_crashed_job_is_taken_over(supervised: Supervised) -> None:
+    owner = Owner(job="5", host="elsewhere", pid=1, since="2026-01-01T00:00:00Z")
+    supervised.folder.lock.write_text(json.dumps(owner.__dict__))
+    supervised.slurm.job("5", "FAILED")
+    code, said = supervised.run()
+    assert code == 0, said
+
+
+def test_attempts_that_were_cut_off_count_as_failures(supervised: Supervised) -> None:
+    lost = Attempt(JOB, 0, "node[0-1]", "2026-01-01T00:00:00Z", 0)
+    supervised.folder.logs.mkdir()
+    supervised.folder.write_state(State(status="running", jobs=[JOB], attempts=[lost]))
+    code, said = supervised.run("--max-requeues=0", restart=1)
+    assert code == 1, said
+    assert supervised.state.attempts[0].outcome == "lost"
+    assert "node[0-1] went down" in supervised.state.reason
+
+
+def test_a_bad_node_is_left_out_before_any_step(supervised: Supervised) -> None:
+    tool = supervised.slurm.folder / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/bash\n"
+        'count=2; [ "$SLURMD_NODENAME" = node1 ] && count=1\n'
+        'for i in $(seq 0 $((count - 1))); do case "$*" in\n'
+        '  *memory.used*) echo "$i, 3, 0" ;; *hw_slowdown*) echo "$i, Not Active" ;;\n'
+        '  *name*) echo "NVIDIA H100 80GB HBM3" ;; esac; done\n'
+    )
+    tool.chmod(0o755)
+    code, said = supervised.run("--node-check=basic", "--gpus-per-node=2")
+    assert code == 0, said
+    assert supervised.state.excluded == {"node1": "1 of 2 GPUs visible"}
+    calls = supervised.slurm.calls("scontrol")
+    assert "requeue 7" in calls
+    assert "update JobId=7 ExcNodeList=node1" in calls
+    assert supervised.state.attempts[0].outcome == "bad nodes"
+    assert not supervised.folder.metrics.exists()
+
+
+def test_a_fault_of_all_nodes_is_no_reason_to_leave_them_out(supervised: Supervised) -> None:
+    code, said = supervised.run("--node-check=basic", "--gpus-per-node=2")
+    assert code == 1, said
+    assert supervised.state.reason == (
+        "all 2 nodes failed the node check: node0: 0 of 2 GPUs visible: nvidia-smi fails"
+    )
+    assert supervised.state.excluded == {}
+
+
+def test_where_requeueing_is_forbidden_the_script_is_submitted_again(
+    supervised: Supervised,
+) -> None:
+    supervised.slurm.answer("scontrol", 0, "")
+    refuse = supervised.slurm.folder / "scontrol"
+    refuse.write_text(
+        refuse.read_text().replace(
+            "case", 'case "$1" in requeue) echo "Requeue is disabled" >&2; exit 1 ;; esac\ncase', 1
+        )
+    )
+    supervised.run("--max-requeues=3", STANDIN_FAULT="kill:1:5")
+    assert supervised.slurm.submitted() == [
+        f"--parsable --dependency=afterany:7 --begin=now+60 {supervised.folder.script}"
+    ]
+    assert supervised.state.jobs == ["7", "101"]
+    assert supervised.state.status == "waiting"
+
+
+def test_without_slurm_it_says_what_is_missing(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "megalatent.launch.supervise", "--run=x", "--srun=srun", "x"],
+        env={**environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "SLURM_JOB_ID is not set" in done.stdout
+    assert not (tmp_path / "x").exists()

@@ -89,9 +89,7 @@ def _reference(setups: tuple[Setup, ...], steps: int) -> list[Result]:
 def _compare(layout: Layout, setups: tuple[Setup, ...], steps: int, ddp: Any = None) -> None:
     given = tuple(replace(s, ddp=ddp or {}) for s in setups)
     results = run_ranks(layout.world_size, _train, layout, given, steps, timeout=240)
-    for setup, expected, *got in zip(
-        setups, _reference(setups, steps), *results, strict=True
-    ):
+    for setup, expected, *got in zip(setups, _reference(setups, steps), *results, strict=True):
         for result in got[:1]:  # reassembled on every rank alike
             what = f"{layout}, {setup.fusion}, K = {setup.passes}"
             for step, (a, b) in enumerate(zip(result.losses, expected.losses, strict=True)):

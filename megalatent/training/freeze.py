@@ -50,18 +50,20 @@ class FusionFreeze:
             if model.fusion is not None:
                 frozen |= set(model.fusion.parameters())
                 frozen -= set(model.fusion.trained_by_plain_passes())
-        if optimizer is None or not frozen:
-            return
-        counted = False
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            if part.optimizer is None:
-                continue
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        parts = [part for part in parts if getattr(part, "optimizer", None) is not None]
+        for part in parts:
             shards = list(_inner_parameters(part, frozen))
             if shards:
-                self._hook(part, shards, counts=not counted)
-                counted = True
+                self._hook(part, shards)
+        if parts:
+            # On every rank: the checkpoint has the count of rank 0, which may hold no shard.
+            parts[-1].optimizer.register_step_post_hook(self._count)
 
-    def _hook(self, part: Any, shards: list[Tensor], *, counts: bool) -> None:
+    def _count(self, *_: Any) -> None:
+        self.updates += not self.plain_step
+
+    def _hook(self, part: Any, shards: list[Tensor]) -> None:
         inner = part.optimizer
 
         def before(*_: Any) -> None:
@@ -87,7 +89,6 @@ class FusionFreeze:
                 with torch.no_grad():
                     shard.copy_(torch.lerp(old, shard, share))
             self._before.clear()
-            self.updates += counts
 
         inner.register_step_pre_hook(before)
         inner.register_step_post_hook(after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from typing import Any
 
@@ -81,7 +82,7 @@ class HostDeviceMode(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and any(_is_cuda(a) for a in args[1:]):
             args = tuple(CPU if _is_cuda(a) else a for a in args)
-        if func is torch.nn.functional.dropout and kwargs.get("training", True):
+        if func is torch.nn.functional.dropout and rng.DEVICE_RNG.in_use:
             with rng.DEVICE_RNG.drawing():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -117,6 +118,17 @@ def cuda_type_names() -> Any:
         yield
     finally:
         torch.Tensor.type = before  # type: ignore[method-assign]
+
+
+def _in_host_device_mode(original: Any) -> Any:
+    """torch suspends a mode while one of its functions runs, and `backward` is one of them."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with HostDeviceMode():
+            return original(*args, **kwargs)
+
+    return run
 
 
 def _always(value: Any) -> Any:
@@ -158,21 +170,38 @@ TORCH_PATCHES = (
     Patch("torch.cuda", "synchronize", _ASYNC, _always(None), ("device",)),
     Patch("torch.cuda", "Stream", _ASYNC, _is(Stream)),
     Patch("torch.cuda", "Event", _ASYNC, _is(Event)),
-    Patch("torch.cuda", "current_stream", _ASYNC, lambda _: lambda device=None: Stream()),
-    Patch("torch.cuda", "default_stream", _ASYNC, lambda _: lambda device=None: Stream()),
+    Patch(
+        "torch.cuda", "current_stream", _ASYNC, lambda _: lambda device=None: Stream(), ("device",)
+    ),
+    Patch(
+        "torch.cuda", "default_stream", _ASYNC, lambda _: lambda device=None: Stream(), ("device",)
+    ),
     Patch("torch.cuda", "set_stream", _ASYNC, _always(None), ("stream",)),
-    Patch("torch.cuda", "stream", _ASYNC, lambda _: lambda stream: contextlib.nullcontext()),
+    Patch(
+        "torch.cuda",
+        "stream",
+        _ASYNC,
+        lambda _: lambda stream: contextlib.nullcontext(),
+        ("stream",),
+    ),
     Patch("torch.cuda.nvtx", "range_push", "no profiler to talk to", _always(0), ("msg",)),
     Patch("torch.cuda.nvtx", "range_pop", "no profiler to talk to", _always(0), ()),
     Patch("torch.cuda", "get_rng_state", _RNG, _is(rng.get_rng_state), ("device",)),
     Patch("torch.cuda", "set_rng_state", _RNG, _is(rng.set_rng_state), ("new_state", "device")),
     Patch("torch.cuda", "manual_seed", _RNG, _is(rng.manual_seed), ("seed",)),
-    Patch("torch.cuda", "manual_seed_all", _RNG, _is(rng.manual_seed), ("seed",)),
+    Patch("torch.cuda", "manual_seed_all", _RNG, _is(rng.manual_seed_all), ("seed",)),
     Patch("torch.cuda.random", "get_rng_state", _RNG, _is(rng.get_rng_state), ("device",)),
     Patch(
         "torch.cuda.random", "set_rng_state", _RNG, _is(rng.set_rng_state), ("new_state", "device")
     ),
     Patch("torch", "Tensor.cuda", "tensors are where they belong", _is(_identity)),
+    Patch(
+        "torch.autograd",
+        "_engine_run_backward",
+        "hooks and recomputation in the backward need the mode that `backward` suspends",
+        _in_host_device_mode,
+        ("t_outputs", "args", "kwargs"),
+    ),
     Patch(
         "torch",
         "nn.Module.cuda",

@@ -18,11 +18,16 @@ __all__ = ["DEVICE_RNG", "DeviceGenerator"]
 
 
 class DeviceGenerator:
-    """State of the generator of the missing device; `drawing()` makes it torch's current one."""
+    """State of the generator of the missing device; `drawing()` makes it torch's current one.
+
+    `in_use` turns true when something seeds or sets it as a device generator, as Megatron does.
+    Until then dropout draws from the host generator, as it does without this module.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self._state = torch.Generator().manual_seed(seed).get_state()
         self._swapped = False
+        self.in_use = False
 
     def get_state(self) -> torch.Tensor:
         return torch.get_rng_state() if self._swapped else self._state.clone()
@@ -63,9 +68,16 @@ def get_rng_state(device: Any = None) -> torch.Tensor:
 
 def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
     """Stands for `torch.cuda.set_rng_state`."""
+    DEVICE_RNG.in_use = True
     DEVICE_RNG.set_state(new_state)
 
 
 def manual_seed(seed: int) -> None:
-    """Stands for `torch.cuda.manual_seed` and `manual_seed_all`."""
+    """Stands for `torch.cuda.manual_seed`."""
+    DEVICE_RNG.in_use = True
+    DEVICE_RNG.manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Stands for `torch.cuda.manual_seed_all`, which `torch.manual_seed` calls."""
     DEVICE_RNG.manual_seed(seed)

@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megalatent.model.layers import layer_spec, substitute  # noqa: E402
+from megalatent.model.layers import layer_spec, mtp_spec, substitute  # noqa: E402
 from megalatent.model.norms import LocalNorm  # noqa: E402
 from tests.distributed.harness import Layout, init, run_ranks  # noqa: E402
 from tests.distributed.layout import full_gradients, full_parameters, initialise  # noqa: E402
@@ -81,6 +81,7 @@ def build(config: TransformerConfig, vp_stage: int | None = None, spec: Any = No
         share_embeddings_and_output_weights=True,
         position_embedding_type="rope",
         vp_stage=vp_stage,
+        mtp_block_spec=mtp_spec(config, vp_stage=vp_stage),
     )
 
 
@@ -184,6 +185,13 @@ def test_norms_under_sequence_and_context_parallelism(normalization: str) -> Non
     changes = {"normalization": normalization, "window_size": (5, 0), "window_attn_skip_freq": 2}
     layout = Layout(tp=2, sp=True, cp=2)
     got = run_ranks(4, _train_step, layout, changes, False)[0]
+    _assert_equal(got, _reference(changes))
+
+
+def test_prediction_layers_know_sequence_parallelism() -> None:
+    changes = {"mtp_num_layers": 1}
+    got = run_ranks(2, _train_step, Layout(tp=2, sp=True), changes, False)[0]
+    assert any(name.startswith("mtp.layers.0.") for name in got[1])
     _assert_equal(got, _reference(changes))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import megatron.core.tokenizers.text.text_tokenizer  # noqa: F401  (imports transformers: once)
 import torch
 
 from tests.distributed.layout import full_optimizer_tensors, full_parameters

@@ -51,26 +51,66 @@ def test_events_measure_time_and_streams_order_nothing() -> None:
     assert start.elapsed_time(end) >= 0
 
 
-def test_dropout_and_the_host_do_not_disturb_each_other() -> None:
-    """Host draws leave dropout as it is, and dropout leaves the host generator as it is."""
+def _dropout_against_host(rank: int) -> None:
     x = torch.ones(100)
     torch.manual_seed(5)
-    first = F.dropout(x)
+    plain = F.dropout(x)
     torch.manual_seed(5)
+    torch.empty((), dtype=torch.int64).random_()
+    assert not torch.equal(plain, F.dropout(x)), "nobody seeded the device: torch as it is"
+
+    init(Layout())
+    torch.cuda.manual_seed(5)
+    first = F.dropout(x)
+    torch.cuda.manual_seed(5)
     torch.empty((), dtype=torch.int64).random_()  # what a new DataLoader draws
     host = torch.get_rng_state()
-    second = F.dropout(x)
-    assert torch.equal(first, second)
-    assert 0 < first.count_nonzero() < 100
+    state = torch.cuda.get_rng_state()
+    assert torch.equal(first, F.dropout(x))
     assert torch.equal(host, torch.get_rng_state())
     assert not torch.equal(first, F.dropout(x))
-
-
-def test_device_state_is_what_dropout_draws_from() -> None:
-    state = torch.cuda.get_rng_state()
-    first = F.dropout(torch.ones(100))
     torch.cuda.set_rng_state(state)
-    assert torch.equal(first, F.dropout(torch.ones(100)))
+    assert torch.equal(first, F.dropout(x))
+    assert 0 < first.count_nonzero() < 100
+
+
+def test_dropout_and_the_host_do_not_disturb_each_other() -> None:
+    """Host draws leave dropout as it is, and dropout leaves the host generator as it is."""
+    run_ranks(1, _dropout_against_host)
+
+
+def test_hooks_of_the_backward_see_the_device() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(torch.zeros(1, device="cuda").device.type))
+    x.sum().backward()
+    torch.autograd.backward([x.sum()], [torch.ones(())])
+    torch.autograd.grad(x.sum(), x)
+    assert seen == ["cpu"] * 3
+
+
+def _recomputed(rank: int) -> None:
+    from megatron.core import tensor_parallel
+
+    init(Layout())
+    kept: list[torch.Tensor] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            inside = F.dropout(x)
+        kept.append(F.dropout(inside))
+        return kept[-1]
+
+    x = torch.ones(100, requires_grad=True)
+    tensor_parallel.checkpoint(layer, False, x).sum().backward()
+    assert len(kept) == 2
+    assert torch.equal(kept[0], kept[1])
+    # With inputs 1, the output is the derivative.
+    assert torch.equal(x.grad, kept[0])  # type: ignore[arg-type]
+
+
+def test_recomputation_repeats_the_draws() -> None:
+    run_ranks(1, _recomputed)
 
 
 def _tracker_draws(rank: int) -> list[torch.Tensor]:

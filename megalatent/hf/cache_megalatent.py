@@ -149,7 +149,8 @@ def _last(values: torch.Tensor) -> torch.Tensor:
 def _into_buffer(buffer: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
     values = values.detach()
     if buffer is not None and buffer.shape == values.shape and buffer.dtype == values.dtype:
-        return buffer.copy_(values)
+        buffer.copy_(values)
+        return buffer
     buffer = values.clone()
     if not torch.compiler.is_compiling():
         # A compiled step replayed as a CUDA graph reads and writes this address.

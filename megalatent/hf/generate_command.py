@@ -285,19 +285,20 @@ def _print_side_by_side(samples: list[Sample]) -> None:
     from rich.text import Text
 
     prompt = samples[0].prompt.strip().replace("\n", " ")
-    table = Table(title=Text(prompt if len(prompt) <= 70 else f"{prompt[:67]}..."), show_lines=True)
-    table.add_column("mode")
+    table = Table(title=Text(prompt if len(prompt) <= 70 else f"{prompt[:67]}..."))
+    table.add_column("mode", no_wrap=True)
     for sample in samples:
-        table.add_column(sample.mode, ratio=1)
+        table.add_column(sample.mode, ratio=1, overflow="fold")
 
     def add(name: str, values: list[str]) -> None:
         # Text: brackets in a generated text are no markup.
         table.add_row(name, *[Text(value) for value in values])
 
-    add("passes over the prompt", [str(s.prefill_passes) for s in samples])
+    add("prompt passes", [str(s.prefill_passes) for s in samples])
     add("tokens", [str(s.tokens) for s in samples])
     add("log-probability", [f"{s.log_probability:.3f}" for s in samples])
     per_token = [(s.log_probability or 0.0) / max(s.tokens, 1) for s in samples]
     add("per token", [f"{value:.4f}" for value in per_token])
+    table.add_section()
     add("text", [s.text for s in samples])
     Console().print(table)

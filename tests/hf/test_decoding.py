@@ -273,29 +273,3 @@ def test_embeddings_can_be_the_prompt() -> None:
     embeds = model.get_input_embeddings()(ids)
     out = model.generate(inputs_embeds=embeds, mode="fused", max_new_tokens=5, **GREEDY)
     assert torch.equal(whole, out)
-
-
-def test_the_decoding_step_compiles_whole() -> None:
-    model, ids = tiny_model(**FBT), prompts(2, 6)
-    expected = greedy(model, ids, 6, mode="soft", cache_implementation="static")[0]
-    eager, model.forward = (
-        model.forward,
-        torch.compile(model.forward, backend="eager", fullgraph=True),
-    )
-    compiled_forward, steps = model.forward, []
-
-    def forward(*args, **kwargs):  # the prompt eagerly, as on a GPU
-        step = kwargs["input_ids"].shape[1] == 1
-        steps.append(step)
-        return (compiled_forward if step else eager)(*args, **kwargs)
-
-    forward.__signature__ = __import__("inspect").signature(eager)
-    model.forward = forward
-    try:
-        out = model.generate(
-            ids, mode="soft", max_new_tokens=6, cache_implementation="static", **GREEDY
-        )
-    finally:
-        torch._dynamo.reset()
-    assert torch.equal(out[:, 6:], expected)
-    assert sum(steps) == 5

@@ -87,7 +87,7 @@ def test_compare_shows_the_modes_side_by_side(export, capsys, monkeypatch) -> No
     answers = [expected("standard", 6), expected("soft", 6), expected("fused", 6, passes=3)]
     assert PROMPT in out
     assert rows["mode"] == ["standard", "soft", "fused"]
-    assert rows["passes over the prompt"] == ["1", "1", "3"]
+    assert rows["prompt passes"] == ["1", "1", "3"]
     assert rows["tokens"] == ["6", "6", "6"]
     assert rows["text"] == [text for text, _ in answers]
     for shown, mean, (_, probability) in zip(
@@ -95,6 +95,17 @@ def test_compare_shows_the_modes_side_by_side(export, capsys, monkeypatch) -> No
     ):
         assert float(shown) == pytest.approx(probability, abs=2e-3)
         assert float(mean) == pytest.approx(probability / 6, abs=2e-4)
+
+
+def test_compare_folds_long_texts(export, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run(export, "--prompt", PROMPT, "--compare", "--max-new-tokens", 40) == 0
+    table = capsys.readouterr().out.replace("┃", "│").splitlines()
+    lines = [line.strip("│").split(" │ ") for line in table if line.count(" │ ") == 3]
+    start = next(n for n, cells in enumerate(lines) if cells[0].strip() == "text")
+    for column, mode in enumerate(["standard", "soft", "fused"], 1):
+        shown = "".join(cells[column].strip(" │") for cells in lines[start:])
+        assert shown.replace(" ", "") == expected(mode, 40)[0].replace(" ", "")
 
 
 def test_json_lines(export, capsys) -> None:

@@ -7,6 +7,7 @@
 // in which threads run can be reversed or shuffled.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -38,7 +39,9 @@ namespace emulator {
 enum class State { ready, at_block_barrier, at_warp_barrier, done };
 
 struct Thread {
-  ucontext_t context;
+  ucontext_t context;  // for the first entry; later switches jump, which costs no system call
+  jmp_buf resume_at;
+  bool started = false;
   dim3 index;
   State state = State::ready;
   unsigned shuffles = 0;
@@ -55,7 +58,7 @@ struct Machine {
   std::vector<char> stacks;
   std::vector<unsigned char> dynamic_shared;
   std::vector<float> shuffle_slots;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   Thread* current = nullptr;
   const std::function<void()>* body = nullptr;
 };
@@ -74,7 +77,7 @@ inline void pause(State state) {
   Machine& m = machine();
   Thread* self = m.current;
   self->state = state;
-  swapcontext(&self->context, &m.scheduler);
+  if (_setjmp(self->resume_at) == 0) _longjmp(m.scheduler, 1);
 }
 
 inline void enter() {
@@ -82,7 +85,18 @@ inline void enter() {
   (*m.body)();
   if (!m.current->open_copies.empty()) fail("a thread ended with copies that it never committed");
   m.current->state = State::done;
-  swapcontext(&m.current->context, &m.scheduler);
+  _longjmp(m.scheduler, 1);
+}
+
+// Runs a thread until it comes to a barrier or to its end. Not inlined: nothing but this frame's
+// unchanging variables may live across the jumps.
+__attribute__((noinline)) inline void resume(Thread* thread) {
+  Machine& m = machine();
+  m.current = thread;
+  if (_setjmp(m.scheduler) != 0) return;
+  if (thread->started) _longjmp(thread->resume_at, 1);
+  thread->started = true;
+  setcontext(&thread->context);
 }
 
 // Lets the threads of a warp, or of the block, go on once all have come to the same barrier.
@@ -116,7 +130,7 @@ inline void run_block(const std::function<void()>& body) {
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = m.stacks.data() + t * kStack;
     thread.context.uc_stack.ss_size = kStack;
-    thread.context.uc_link = &m.scheduler;
+    thread.context.uc_link = nullptr;
     makecontext(&thread.context, reinterpret_cast<void (*)()>(&enter), 0);
   }
   std::vector<std::size_t> turn(count);
@@ -129,8 +143,7 @@ inline void run_block(const std::function<void()>& body) {
   for (std::size_t done = 0; done < count;) {
     for (std::size_t t : turn) {
       if (m.threads[t].state != State::ready) continue;
-      m.current = &m.threads[t];
-      swapcontext(&m.scheduler, &m.current->context);
+      resume(&m.threads[t]);
       done += m.threads[t].state == State::done;
     }
     for (std::size_t warp = 0; warp < count; warp += 32) {

@@ -193,6 +193,7 @@ def test_early_signal_saves_and_resumes_at_the_next_sample(runs: dict, reference
     run = runs["early_signal"].result()
     (outcome, start, saved), second = attempts(run)
     assert (outcome, start) == ("asked to stop", 0)
+    assert saved is not None
     assert saved >= 13
     assert second == ("exited", saved, 40)
     # nothing is trained twice

@@ -7,6 +7,7 @@ up its schedule and its hooks (``_HOOKS``).
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +113,7 @@ class Session:
         around(training, "get_forward_backward_func", lambda _: self._forward_backward_func)
         around(training, "setup_model_and_optimizer", self._setup)
         around(training, "evaluate", self._evaluate)
-        around(training, "post_training_step_callbacks", self._after_step)
+        around(training, "training_log", self._after_step)
         around(training, "num_floating_point_operations", self._flops)
         around(checkpointing, "check_checkpoint_args", self._checkpoint_args)
         around(
@@ -155,15 +156,16 @@ class Session:
         return result
 
     def _after_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def post_training_step_callbacks(
-            model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any, **kwargs: Any
-        ) -> Any:
-            self._log_step(optimizer, iteration)
-            return original(model, optimizer, scheduler, iteration, *rest, **kwargs)
+        # Megatron logs a step as soon as it is done, before it evaluates or saves.
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs).arguments
+            self._log_step(bound["iteration"], bound["learning_rate"])
+            return original(*args, **kwargs)
 
-        return post_training_step_callbacks
+        signature = inspect.signature(original)
+        return training_log
 
-    def _log_step(self, optimizer: Any, iteration: int) -> None:
+    def _log_step(self, iteration: int, learning_rate: float | None) -> None:
         from megatron.training.global_vars import get_tensorboard_writer
 
         args, schedule, metrics = self.args, self.schedule(), self.metrics()
@@ -171,15 +173,14 @@ class Session:
         metrics.step_ends(schedule.last_passes, args.data_parallel_size, samples * args.seq_length)
         self.state.fusion_updates = self.freeze.updates
         args.latent_state = self.state.to_dict()
-        if iteration % args.log_interval == 0:
-            groups = optimizer.param_groups
+        if iteration % args.log_interval == 0 or iteration == 1:
             metrics.train(
                 schedule.train_sums,
                 iteration=iteration,
                 total=args.train_iters,
                 consumed_samples=args.consumed_train_samples,
                 writer=get_tensorboard_writer(),
-                extra={"learning_rate": max((g["lr"] for g in groups), default=0.0)},
+                extra={} if learning_rate is None else {"learning_rate": learning_rate},
             )
 
     def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:

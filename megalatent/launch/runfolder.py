@@ -2,7 +2,7 @@
 
     RUN/config.yaml      the configuration, overrides included    RUN/job.sbatch   the job script
     RUN/environment.txt  versions at submission                   RUN/state.json   attempts so far
-    RUN/iter_0000100/    a checkpoint                             RUN/lock         who works here
+    RUN/iter_0000100/    a checkpoint                             RUN/lock.1       who works here
     RUN/metrics.jsonl    one line per logged iteration            RUN/submitted.json what, when
     RUN/logs/rank0.log   rank 0 of all attempts in one file
     RUN/logs/12.0/       job 12, first start: node logs, node check, stacks, errors
@@ -17,9 +17,8 @@ import contextlib
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,6 @@ class RunFolder:
         self.logs = self.path / "logs"
         self.rank0_log = self.logs / "rank0.log"
         self.finished_mark = self.path / "finished.json"
-        self.lock = self.path / "lock"
         self.state_file = self.path / "state.json"
         self.script = self.path / "job.sbatch"
         self.submission = self.path / "submitted.json"
@@ -188,6 +186,7 @@ class Owner:
     host: str
     pid: int
     since: str
+    held: bool = True
 
     @classmethod
     def this_process(cls, job: str = "") -> Owner:
@@ -201,15 +200,18 @@ class Owner:
 class RunLock:
     """At most one run in a folder, also over NFS and after crashes.
 
-    Creating the lock file is the atomic step. A lock left by a crash is recognised by asking
-    whether its owner still lives: Slurm for a job, the process table for a process on this host.
+    Each holder makes the next of `lock.1`, `lock.2`, …: making a file that must not exist yet is
+    what only one of several can do. The newest file always stays, so nobody can act on an old
+    picture of the folder; releasing it means to write that down. A lock left by a crash is
+    recognised by asking whether its owner still lives: Slurm for a job, the process table for a
+    process of this host.
     """
 
     def __init__(self, folder: RunFolder, job_active: Callable[[str], bool]) -> None:
         """`job_active(job)`: whether that job holds nodes; raises where Slurm does not answer."""
-        self._path = folder.lock
+        self._folder = folder.path
         self._job_active = job_active
-        self._owner: Owner | None = None
+        self._mine: tuple[int, Owner] | None = None
 
     def acquire(self, owner: Owner) -> None:
         """Take the lock.
@@ -217,61 +219,66 @@ class RunLock:
         Raises:
             UserError: somebody else works in the folder, or nobody can tell.
         """
-        while True:
-            try:
-                descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-            except FileExistsError:
-                self._remove_if_stale(owner)
-                continue
-            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                json.dump(asdict(owner), stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            self._owner = owner
-            return
+        ready = self._folder / f".lock.{owner.host}.{owner.pid}"
+        write_atomically(ready, json.dumps(asdict(owner)))
+        try:
+            while self._mine is None:
+                number, holder = self._newest()
+                # the job's own earlier start ended before Slurm started the job again
+                if holder is not None and not (owner.job and holder.job == owner.job):
+                    self._refuse_if_alive(holder)
+                with contextlib.suppress(FileExistsError):
+                    os.link(ready, self._path(number + 1))
+                    self._mine = number + 1, owner
+        finally:
+            ready.unlink(missing_ok=True)
+        for old in self._numbers():
+            if old < self._mine[0]:
+                self._path(old).unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Give the lock back; a lock that is not ours stays."""
-        if self._owner is not None and self._read() == self._owner:
-            self._path.unlink(missing_ok=True)
-        self._owner = None
+        """Give the lock back, unless somebody has taken it over."""
+        if self._mine is None:
+            return
+        number, owner = self._mine
+        if self._newest() == (number, owner):
+            write_atomically(self._path(number), json.dumps(asdict(replace(owner, held=False))))
+        self._mine = None
 
-    def _remove_if_stale(self, me: Owner) -> None:
-        holder = self._read()
-        # the job's own earlier start, which Slurm ended before it started the job again
-        if holder is not None and not (me.job and holder.job == me.job):
-            self._refuse_if_alive(holder)
-        # renaming succeeds for one of several who see the same stale lock
-        aside = self._path.with_name(f".lock.stale.{me.host}.{me.pid}")
-        with contextlib.suppress(FileNotFoundError):
-            self._path.rename(aside)
-            aside.unlink()
+    def holder(self) -> Owner | None:
+        """Who holds the lock, alive or not."""
+        return self._newest()[1]
 
     def _refuse_if_alive(self, holder: Owner) -> None:
-        where = self._path.parent
         if holder.job:
             if self._job_active(holder.job):
                 raise UserError(
-                    f"{where} is in use by {holder}: wait for it, stop it with 'scancel "
+                    f"{self._folder} is in use by {holder}: wait for it, stop it with 'scancel "
                     f"{holder.job}', or give this run another --name"
                 )
             return
         if holder.host != socket.gethostname():
+            lock = self._path(self._newest()[0])
             raise UserError(
-                f"{where} is in use by {holder}: if that process is gone, remove {self._path}"
+                f"{self._folder} is in use by {holder}: if that process is gone, remove {lock}"
             )
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(holder.pid, 0)
-            raise UserError(f"{where} is in use by {holder}: wait for it or end it")
+            raise UserError(f"{self._folder} is in use by {holder}: wait for it or end it")
 
-    def _read(self) -> Owner | None:
-        """The holder; None where the lock is gone or was torn by a crash while it was written."""
-        # a lock file is empty for an instant between its creation and its writing
-        for _ in range(20):
-            try:
-                return Owner(**json.loads(self._path.read_text(encoding="utf-8")))
-            except FileNotFoundError:
-                return None
-            except (ValueError, TypeError):
-                time.sleep(0.1)
-        return None
+    def _newest(self) -> tuple[int, Owner | None]:
+        """The newest lock's number, 0 for none, and who holds it, None where it was released."""
+        while True:
+            number = max(self._numbers(), default=0)
+            if number == 0:
+                return 0, None
+            with contextlib.suppress(FileNotFoundError):  # a newer one has come meanwhile
+                owner = Owner(**json.loads(self._path(number).read_text(encoding="utf-8")))
+                return number, owner if owner.held else None
+
+    def _numbers(self) -> list[int]:
+        names = (path.suffix[1:] for path in self._folder.glob("lock.*"))
+        return [int(name) for name in names if name.isdigit()]
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"lock.{number}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megalatent.launch.runfolder import Attempt, Owner, RunFolder, State
+from megalatent.launch.runfolder import Attempt, Owner, RunFolder, RunLock, State
 from tests.launch.fake_slurm import FakeSlurm, fake_slurm  # noqa: F401
 from tests.launch.lab import STANDIN, tiny_config
 
@@ -93,7 +93,7 @@ def test_a_finished_run_is_marked_and_never_started_again(supervised: Supervised
     assert code == 0, said
     assert supervised.state.status == "finished"
     assert (supervised.folder.finished() or {})["iteration"] == 20
-    assert not supervised.folder.lock.exists()
+    assert RunLock(supervised.folder, lambda job: True).holder() is None
     log = supervised.folder.rank0_log.read_text()
     assert "iteration 20 loss" in log
     before = supervised.folder.metrics.read_bytes()
@@ -279,7 +279,7 @@ def test_a_second_run_in_the_folder_refuses(supervised: Supervised) -> None:
 
 def test_the_lock_of_a_crashed_job_is_taken_over(supervised: Supervised) -> None:
     owner = Owner(job="5", host="elsewhere", pid=1, since="2026-01-01T00:00:00Z")
-    supervised.folder.lock.write_text(json.dumps(owner.__dict__))
+    (supervised.folder.path / "lock.3").write_text(json.dumps(owner.__dict__))
     supervised.slurm.job("5", "FAILED")
     code, said = supervised.run()
     assert code == 0, said

@@ -75,6 +75,11 @@ class Lab:
             stdout=subprocess.DEVNULL, text=True, timeout=300,
         )  # fmt: skip
 
+    def heal(self) -> None:
+        """Boot the nodes that were crashed."""
+        for node in self.command("sinfo", "-h", "-N", "-t", "down", "-o", "%N").split():
+            self.tool("start-node", node.removeprefix("node"))
+
     def command(self, *line: str) -> str:
         done = subprocess.run(
             line, env=self.environment, capture_output=True, text=True, timeout=60

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from megalatent import cli
+from megalatent.launch.runfolder import RunFolder
 from tests.launch import lab as laboratory
 from tests.launch.lab import Lab, Run, same_training, standin_alone, submit
 
@@ -51,16 +53,20 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module", params=["", *(pytest.param(n, marks=pytest.mark.full) for n in "23")]
+)
 def runs(
     lab: Lab, reference: list[dict], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Run]]]:
+    """All scenarios at once; in the long tests three times, one after another."""
     base = tmp_path_factory.mktemp("runs")
     with ThreadPoolExecutor(len(SCENARIOS)) as threads:
         yield {
             name: threads.submit(function, lab, base / name) for name, function in SCENARIOS.items()
         }
     shutil.rmtree(base, ignore_errors=True)
+    lab.heal()
 
 
 # --- scenarios ---
@@ -172,6 +178,75 @@ def chained(lab: Lab, folder: Path) -> Run:
     lab.command("scancel", "--batch", "--signal=USR1", run.jobs[0])
     run.wait_for_end()
     run.wait_for_jobs()
+    return run
+
+
+@scenario
+def chained_with_a_failure(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder, "--chain", "2", "--env", "STANDIN_FAULT=kill:0:12")
+    run.wait_for_end()
+    run.wait_for_jobs()
+    return run
+
+
+@scenario
+def array(lab: Lab, folder: Path) -> Run:
+    """One run folder per task, each through a failure of its own."""
+    run = submit(
+        lab, folder, "--array=0-1", "--set", "megatron.seed={task}",
+        "--env", "STANDIN_FAULT=kill:1:15",
+    )  # fmt: skip
+    tasks = [Run(lab, RunFolder(run.folder.path / f"task-{n}"), run.jobs) for n in (0, 1)]
+    for task in tasks:
+        task.wait_for_end()
+    return run
+
+
+@scenario
+def after_another(lab: Lab, folder: Path) -> Run:
+    """`--dependency`: starts when the other has ended, with its checkpoint to go on from."""
+    first = submit(lab, folder / "first")
+    second = submit(lab, folder / "second", f"--dependency=afterok:{first.jobs[0]}")
+    assert second.state.attempts == []
+    second.wait_for_end()
+    assert first.state.status == "finished"
+    assert (second.state.attempts[0].started) >= (first.state.attempts[0].ended or "")
+    return second
+
+
+@scenario
+def twice_in_one_folder(lab: Lab, folder: Path) -> Run:
+    run = submit(lab, folder)
+    run.wait_for_iteration(5)
+    again = lab.command("sbatch", "--parsable", str(run.folder.script)).strip()
+    run.jobs.append(again)
+    run.wait_for_jobs()
+    return run
+
+
+@scenario
+def bad_node(lab: Lab, folder: Path) -> Run:
+    """The first node to be asked has lost a GPU, for as long as the run lasts."""
+    folder.mkdir(parents=True)
+    tool = folder / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(
+        f"""#!/bin/bash
+        if mkdir {folder}/claimed 2>/dev/null; then echo $SLURMD_NODENAME >{folder}/bad; fi
+        while [ ! -s {folder}/bad ]; do sleep 0.1; done
+        gpus="0 1"; if [ "$(cat {folder}/bad)" = "$SLURMD_NODENAME" ]; then gpus=0; fi
+        for i in $gpus; do case "$*" in
+          *memory.used*) echo "$i, 3, 0" ;; *hw_slowdown*) echo "$i, Not Active" ;;
+          *name*) echo "NVIDIA H100 80GB HBM3" ;;
+        esac; done
+        """
+    )
+    tool.chmod(0o755)
+    run = submit(
+        lab, folder / "x", "--gpus-per-node=2", "--node-check=basic",
+        f"--env=PATH={tool.parent}:{os.environ['PATH']}",
+    )  # fmt: skip
+    run.wait_for_end()
     return run
 
 
@@ -290,4 +365,98 @@ def test_a_chain_hands_over_and_its_leftover_does_nothing(runs: dict, reference:
     assert second.to_iteration == 40
     leftover = (run.folder.logs / f"slurm-{run.jobs[2]}.log").read_text()
     assert "the run finished at iteration 40: nothing to do" in leftover
+    same_training(run, reference)
+
+
+def test_a_failure_in_a_chain_is_mended_by_the_same_job(runs: dict, reference: list) -> None:
+    run = runs["chained_with_a_failure"].result()
+    assert [attempt.job for attempt in run.state.attempts] == [run.jobs[0]] * 2
+    assert attempts(run) == [("exited", 0, 10), ("exited", 10, 40)]
+    leftover = (run.folder.logs / f"slurm-{run.jobs[1]}.log").read_text()
+    assert "finished at iteration 40: nothing to do" in leftover
+    same_training(run, reference)
+
+
+def test_array_tasks_are_runs_of_their_own(runs: dict, reference: list) -> None:
+    run = runs["array"].result()
+    for number in (0, 1):
+        task = Run(run.lab, RunFolder(run.folder.path / f"task-{number}"), run.jobs)
+        assert attempts(task) == [("exited", 0, 10), ("exited", 10, 40)]
+        same_training(task, reference)
+    assert not run.folder.metrics.exists()
+
+
+def test_a_dependency_is_waited_for(runs: dict, reference: list) -> None:
+    same_training(runs["after_another"].result(), reference)
+
+
+def test_the_second_run_in_a_folder_refuses(runs: dict, reference: list) -> None:
+    run = runs["twice_in_one_folder"].result()
+    first, second = run.jobs
+    said = (run.folder.logs / f"slurm-{second}.log").read_text()
+    assert f"is in use by job {first}" in said
+    assert said.count("\n") == 1
+    assert [attempt.job for attempt in run.state.attempts] == [first]
+    same_training(run, reference)
+
+
+def test_a_bad_node_is_left_out_and_the_run_starts_elsewhere(runs: dict, reference: list) -> None:
+    run = runs["bad_node"].result()
+    (node,) = run.state.excluded
+    assert run.state.excluded[node] == "1 of 2 GPUs visible"
+    first, second = run.state.attempts
+    assert first.outcome == "bad nodes"
+    assert first.reason == f"{node}: 1 of 2 GPUs visible"
+    assert node not in run.nodes()
+    assert second.to_iteration == 40
+    same_training(run, reference)
+
+
+@pytest.mark.parametrize(
+    ("flags", "answer"),
+    [
+        (["--nodes=2", "--gpus-per-node=8"], "to start at"),
+        (["--nodes=2", "--gpus-per-node=8", "--exclude=node[0,3]"], "to start at"),
+        (["--nodes=2", "--gpus-per-node=9", "--ranks-per-node=8"], "not available"),
+        (["--nodes=900"], "not available"),
+        (["--nodes=2", "--partition=nowhere"], "invalid partition"),
+    ],
+)
+def test_what_slurm_thinks_of_a_script(
+    lab: Lab,
+    flags: list[str],
+    answer: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = laboratory.tiny_config(tmp_path, global_batch_size=7200)
+    line = ["submit", str(config), "--test-only", f"--shared-paths={tmp_path}", *flags]
+    status = cli.main([*line, "--set", f"megatron.save={tmp_path / 'run'}"])
+    out, err = capsys.readouterr()
+    assert answer in out + err
+    assert status == (0 if answer == "to start at" else 2)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+def test_a_time_limit_that_nobody_announces(lab: Lab, reference: list, tmp_path: Path) -> None:
+    """Slurm's real limit of a minute, with no early signal: the ranks save at the very end."""
+    run = submit(
+        lab, tmp_path / "x", "--time=1", "--signal-lead=1", "--env=STANDIN_STEP_SECONDS=3",
+    )  # fmt: skip
+    # the signal would be sent, up to a minute too early: the script is told to ignore it
+    lab.command("scontrol", "show", "job", run.jobs[0])
+    run.wait("the end", lambda: run.folder.finished(), 600)
+    assert len(run.state.attempts) >= 2
+    assert {a.outcome for a in run.state.attempts[:-1]} <= {"time limit", "asked to stop"}
+    same_training(run, reference)
+
+
+@pytest.mark.full
+def test_torchrun_starts_the_ranks_of_each_node(lab: Lab, reference: list, tmp_path: Path) -> None:
+    run = submit(
+        lab, tmp_path / "x", "--launcher=torchrun", "--env=STANDIN_FAULT=kill:1:15",
+    )  # fmt: skip
+    run.wait_for_end()
+    assert attempts(run) == [("exited", 0, 10), ("exited", 10, 40)]
     same_training(run, reference)

@@ -1,0 +1,100 @@
+"""What surrounds every rank under Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megalatent.launch.slurm_rank import cpus_beside_gpu, set_place
+
+
+def run(tmp_path: Path, program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    return subprocess.run(
+        [sys.executable, "-m", "megalatent.launch.slurm_rank", str(script), "one", "two"],
+        env={**os.environ, "MEGALATENT_LOGS": str(tmp_path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+
+
+def test_the_place_comes_from_slurm(tmp_path: Path) -> None:
+    program = "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
+    done = run(tmp_path, program, **SLURM)
+    assert done.stdout == "5 8 ['one', 'two']\n"
+    assert done.returncode == 0
+
+
+def test_torchrun_knows_better() -> None:
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", **SLURM}
+    assert set_place(environment) == 3
+    assert environment["WORLD_SIZE"] == "4"
+
+
+@pytest.mark.parametrize("code", [0, 2, 17])
+def test_exit_codes_pass(tmp_path: Path, code: int) -> None:
+    assert run(tmp_path, f"import sys\nsys.exit({code})").returncode == code
+    assert not list(tmp_path.glob("errors/*"))
+
+
+def test_an_error_is_left_without_secrets(tmp_path: Path) -> None:
+    program = "raise ValueError('no access with hunter22')"
+    done = run(tmp_path, program, SITE_PASSWORD="hunter22", SLURMD_NODENAME="node3", **SLURM)
+    assert done.returncode == 1
+    assert "hunter22" not in done.stdout + done.stderr
+    error = json.loads((tmp_path / "errors" / "rank-5.json").read_text())
+    assert error["host"] == "node3"
+    assert error["kind"] == "ValueError"
+    assert error["message"] == "no access with <SITE_PASSWORD>"
+    assert "program.py" in error["traceback"]
+
+
+def test_threads_that_never_end_do_not_keep_a_failed_rank(tmp_path: Path) -> None:
+    program = (
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError('x')"
+    )
+    assert run(tmp_path, program).returncode == 1
+
+
+def test_a_signal_dumps_the_stacks_of_a_stuck_rank(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text("import time\ndef stuck_here():\n    time.sleep(600)\nstuck_here()\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megalatent.launch.slurm_rank", str(script)],
+        env={**os.environ, "MEGALATENT_LOGS": str(tmp_path), **SLURM},
+    )
+    stacks = tmp_path / "stacks" / "rank-5.txt"
+    deadline = time.monotonic() + 60
+    try:
+        while not stacks.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1)
+        process.send_signal(signal.SIGUSR2)
+        while "stuck_here" not in stacks.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert process.poll() is None
+        assert "stuck_here" in stacks.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_cores_beside_a_gpu(tmp_path: Path) -> None:
+    device = tmp_path / "0000:1b:00.0"
+    device.mkdir()
+    (device / "local_cpulist").write_text("0-2,8,64-65\n")
+    assert cpus_beside_gpu("00000000:1B:00.0\n", tmp_path) == {0, 1, 2, 8, 64, 65}
+    assert cpus_beside_gpu("00000000:9C:00.0", tmp_path) == set()

@@ -1,0 +1,189 @@
+"""`megalatent status`: one answer from the run folder and the queue."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megalatent import cli
+from megalatent.launch.mfu import flops_per_token, peak_flops
+from megalatent.launch.runfolder import Attempt, RunFolder, State, Submission
+from tests.launch.fake_slurm import FakeSlurm, fake_slurm  # noqa: F401
+from tests.launch.test_checkpoints import write as write_checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    first = Attempt("12", 0, "node[0-1]", "2026-01-01T00:00:00Z", 0)
+    first.ended, first.to_iteration = "2026-01-01T01:00:00Z", 20
+    first.outcome, first.reason = "hang", "no progress for 30 minutes after iteration 25"
+    second = Attempt("12", 1, "node[2-3]", "2026-01-01T01:01:00Z", 20)
+    run.write_state(
+        State("running", jobs=["12"], attempts=[first, second], excluded={"node1": "1 of 8 GPUs"})
+    )
+    run.write_submission(
+        Submission(
+            name="fbt", jobs=["12"], target_iterations=100, tokens_per_sample=4096,
+            flops_per_token=1e9, ranks=16,
+        )
+    )  # fmt: skip
+    record = {
+        "kind": "train", "iteration": 30, "consumed_samples": 240, "passes_per_step": 1.5,
+        "loss_per_pass": {"1": 3.25, "2": 3.0}, "tokens_per_second": 1e6,
+    }  # fmt: skip
+    run.metrics.write_text(json.dumps(record) + "\n")
+    write_checkpoint(run.path, 20)
+    check = run.logs / "12.1" / "check-basic"
+    check.mkdir(parents=True)
+    (check / "node2.json").write_text(json.dumps({"gpu": "NVIDIA H100 80GB HBM3", "facts": {}}))
+    return run
+
+
+def status(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> dict:
+    assert cli.main(["status", str(folder.path), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_running_run(
+    folder: RunFolder,
+    fake_slurm: FakeSlurm,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake_slurm.job("12", "RUNNING")
+    found = status(folder, capsys)
+    assert found["state"] == "running"
+    assert (found["iteration"], found["iterations"]) == (30, 100)
+    assert found["tokens"] == 240 * 4096
+    assert found["loss_per_pass"] == {"1": 3.25, "2": 3.0}
+    assert found["last_checkpoint"] == 20
+    assert found["restarts"] == 1
+    assert found["attempts"][0]["reason"].startswith("no progress for 30 minutes")
+    # a million tokens a second, 1.5 passes of 1e9 operations each, on 16 GPUs of 0.99e15
+    assert found["mfu"] == pytest.approx(1e6 * 1.5 * 1e9 / (16 * 0.99e15))
+    assert cli.main(["status", str(folder.path)]) == 0
+    text = capsys.readouterr().out
+    assert "fbt: running, job 12" in text
+    assert "iteration        30 of 100" in text
+    assert "pass 1: 3.2500, pass 2: 3.0000" in text
+    assert "node1: 1 of 8 GPUs" in text
+    assert "hang: no progress for 30 minutes after iteration 25" in text
+
+
+@pytest.mark.parametrize(
+    ("known", "job", "word"),
+    [
+        ("running", "RUNNING", "running"),
+        ("waiting", "PENDING", "queued"),
+        ("waiting", "COMPLETING", "running"),
+        ("running", "CANCELLED", "cancelled"),
+        ("running", None, "gone"),
+        ("failed", "FAILED", "failed"),
+        ("cancelled", "CANCELLED", "cancelled"),
+        ("stopped", "COMPLETED", "stopped"),
+        # submitted again after a failure
+        ("submitted", "PENDING", "queued"),
+    ],
+)
+def test_state(
+    known: str,
+    job: str | None,
+    word: str,
+    folder: RunFolder,
+    fake_slurm: FakeSlurm,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    state = folder.read_state()
+    state.status = known
+    folder.write_state(state)
+    if job:
+        fake_slurm.job("12", job)
+    assert status(folder, capsys)["state"] == word
+
+
+def test_a_finished_run_stays_finished(
+    folder: RunFolder,
+    fake_slurm: FakeSlurm,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder.mark_finished(100)
+    fake_slurm.job("12", "RUNNING")  # a leftover of the chain, about to end
+    assert status(folder, capsys)["state"] == "finished"
+
+
+def test_a_run_without_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", os.devnull)
+    run = RunFolder(tmp_path)
+    record = {"kind": "train", "iteration": 5, "iterations": 9, "loss_per_pass": {"1": 2.0}}
+    run.metrics.write_text(json.dumps(record) + "\n")
+    found = status(run, capsys)
+    assert (found["state"], found["iteration"], found["iterations"]) == ("local", 5, 9)
+    assert found["mfu"] is None
+
+
+def test_an_array_shows_each_task(
+    folder: RunFolder,
+    fake_slurm: FakeSlurm,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for task in (2, 10):
+        run = RunFolder(folder.path / f"task-{task}")
+        run.path.mkdir()
+        run.write_state(State("failed", f"reason of {task}"))
+    found = status(folder, capsys)
+    assert [task["reason"] for task in found["tasks"]] == ["reason of 2", "reason of 10"]
+
+
+def test_not_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert "not a run folder" in capsys.readouterr().err
+
+
+def test_status_starts_without_torch(folder: RunFolder) -> None:
+    import subprocess
+    import sys
+
+    line = [sys.executable, "-X", "importtime", "-m", "megalatent.cli", "status", str(folder.path)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert " torch" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 0.99e15),
+        ("NVIDIA H100 PCIe", 0.756e15),
+        ("NVIDIA H200", 0.99e15),
+        ("NVIDIA H20", 0.148e15),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA A100-SXM4-80GB", 0.312e15),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
+def test_flops_agree_with_megatron() -> None:
+    """Megatron's own count, for a plain model with a short sequence."""
+    from megatron.training.training import num_floating_point_operations
+
+    from megalatent.config import Config
+    from megalatent.config_megatron import parse
+    from tests.launch.test_submit import LARGE
+
+    given = {"megatron": {**LARGE, "save": "x", "group_query_attention": True}}
+    given["megatron"] |= {"num_query_groups": 4}
+    args = parse(Config.from_mapping(given).megatron_argv())
+    args.padded_vocab_size = args.vocab_size
+    args.kv_channels = args.kv_channels or 128
+    args.data_parallel_size = 1
+    theirs = num_floating_point_operations(args, batch_size=1) / args.seq_length
+    assert flops_per_token(args) == pytest.approx(theirs, rel=0.01)

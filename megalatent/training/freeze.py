@@ -36,7 +36,6 @@ class FusionFreeze:
         self.plain_step = False
         self.updates = 0
         self.warmup = warmup
-        self._hidden: list[tuple[Tensor, str, Tensor]] = []
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def attach(self, optimizer: Any, models: Sequence[Any]) -> None:
@@ -64,24 +63,22 @@ class FusionFreeze:
         self.updates += not self.plain_step
 
     def _hook(self, part: Any, shards: list[Tensor]) -> None:
-        inner = part.optimizer
+        inner, prepare_gradients = part.optimizer, part.prepare_grads
+
+        def prepare_grads() -> bool:
+            found_inf = prepare_gradients()
+            # Before the gradient norm is taken: even zeros change the order in which it is summed,
+            # and a plain step is to be Megatron's to the last bit.
+            self._hide(shards)
+            return found_inf
 
         def before(*_: Any) -> None:
-            if self.plain_step:
-                for shard in shards:
-                    for name in _GRADIENTS:
-                        gradient = getattr(shard, name, None)
-                        if gradient is not None:
-                            self._hidden.append((shard, name, gradient))
-                            setattr(shard, name, None)
-            elif self.updates < self.warmup:
+            self._hide(shards)
+            if not self.plain_step and self.updates < self.warmup:
                 self._before += [(shard, shard.detach().clone()) for shard in shards]
 
         def after(*_: Any) -> None:
             if self.plain_step:
-                for shard, name, gradient in self._hidden:
-                    setattr(shard, name, gradient)
-                self._hidden.clear()
                 _keep_common_step(part, shards)
                 return
             share = (self.updates + 1) / self.warmup if self.warmup else 1.0
@@ -90,8 +87,17 @@ class FusionFreeze:
                     shard.copy_(torch.lerp(old, shard, share))
             self._before.clear()
 
+        part.prepare_grads = prepare_grads
         inner.register_step_pre_hook(before)
         inner.register_step_post_hook(after)
+
+    def _hide(self, shards: list[Tensor]) -> None:
+        """Take the gradients away in a plain step; every step sets them anew."""
+        if self.plain_step:
+            for shard in shards:
+                for name in _GRADIENTS:
+                    if getattr(shard, name, None) is not None:
+                        setattr(shard, name, None)
 
 
 def _inner_parameters(part: Any, wanted: Iterable[torch.nn.Parameter]) -> Iterator[Tensor]:

@@ -3,8 +3,9 @@
     python tools/bench_passes.py [--rounds 8] [--hidden 256] [--layers 6] [--json FILE]
 
 All variants train the same weights in one process and take turns step by step, so that a busy
-machine disturbs them alike; the figures are ratios of each variant's fastest step. Memory is counted, not sampled: the
-bytes of all tensors alive at once during a step beyond weights and gradients.
+machine disturbs them alike; the figures are ratios of each variant's fastest step. Memory is
+counted, not sampled: the bytes of all tensors alive at once during a step, beyond weights and
+gradients.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalatent import platform
@@ -89,9 +91,7 @@ class Bench:
         from megalatent.model.layers import layer_spec
 
         self.args = args
-        torch.distributed.init_process_group(
-            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
+        torch.distributed.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(1)
         self.config = TransformerConfig(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megalatent.errors import UserError

@@ -67,7 +67,7 @@ class FusedRows:
         return first, end - first
 
     def _local(self, whole: Tensor) -> Tensor:
-        """Rows of this rank, ``[s_local, b]`` (``[s_local, 1]`` if flat), of a ``[b, S]`` tensor."""
+        """This rank's rows of a ``[b, S]`` tensor: ``[s_local, b]`` (``[s_local, 1]`` if flat)."""
         if self.flat:
             whole = whole.reshape(1, -1)
         return whole.index_select(1, self.piece.positions).t().contiguous()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +49,7 @@ class SequenceSlice:
 def context_parallel_positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
     """Positions of a CP rank under Megatron's load-balanced split, ``[length / cp]`` int64.
 
-    The sequence is cut into ``2 * cp`` chunks; rank ``i`` holds chunks ``i`` and ``2 * cp - 1 - i``.
+    The sequence is cut into ``2 * cp`` parts; rank ``i`` holds parts ``i`` and ``2 * cp - 1 - i``.
     """
     if cp_size == 1:
         return torch.arange(length)
@@ -66,7 +68,7 @@ def document_parallel_positions(cu_seqlens: Sequence[int], cp_size: int, cp_rank
     """
     parts = [
         start + context_parallel_positions(end - start, cp_size, cp_rank)
-        for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)
+        for start, end in pairwise(cu_seqlens)
     ]
     return torch.cat(parts)
 
@@ -166,14 +168,14 @@ class _GatherRows(torch.autograd.Function):
     """All-gather of ``[n, b, h]`` rows; the backward sums over ranks and keeps the own part."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = [torch.empty_like(rows) for _ in range(group.size())]
         dist.all_gather(out, rows.contiguous(), group=group)
         return torch.cat(out)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # Every row has at most one reader, so this sum adds zeros and is exact in any dtype.
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)

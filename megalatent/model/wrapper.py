@@ -19,8 +19,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megalatent.model.fusion import Fusion
 from megalatent.model.batch import MicroBatch
+from megalatent.model.fusion import Fusion
 
 __all__ = ["FUSION_PREFIX", "LatentModel"]
 
@@ -124,7 +124,8 @@ class LatentModel(MegatronModule):
         Returns:
             ``[s/cp, b, h]``, or ``[s/(cp*tp), b, h]`` under SP.
         """
-        assert self.fusion is not None and batch.latent is not None
+        assert self.fusion is not None
+        assert batch.latent is not None
         shifted = batch.latent.shift(kernels, self._scatter(state), k, training=self.training)
         fused = batch.latent.fused_rows(k, training=self.training)
         return self._gather(self.fusion("combine", kernels, shifted, token, rows, fused))
@@ -257,7 +258,7 @@ class LatentModel(MegatronModule):
             )
         return sharded
 
-    def state_dict(self, *, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *, prefix: str = "", **kwargs: Any) -> dict[str, Any]:
         state = self.backbone.state_dict(prefix=prefix, **kwargs)
         if self.fusion is not None:
             state.update(self.fusion.state_dict(prefix=prefix + FUSION_PREFIX))
@@ -266,7 +267,7 @@ class LatentModel(MegatronModule):
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict:
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         fusion = {
             key.removeprefix(FUSION_PREFIX): value
             for key, value in state_dict.items()

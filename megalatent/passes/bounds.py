@@ -65,7 +65,7 @@ def _chain(p: Problem, length: int, count: int, jobs: list[list[Job]], held: lis
     remains: dict[tuple[int, int], float] = {}
     time = 0.0
     for v, r in visits:
-        if v or r:
+        if (v or r) and not p.forward_only:
             time += p.hops[r - 1]
         remains[v, r] = time
         time += p.backward[r][v]
@@ -133,10 +133,10 @@ def problem_flush(p: Problem) -> float:
     start = 0.0
     for k in range(1, max(p.passes) + 1):
         laps = [[row[v] for row in p.forward] for v in range((k - 1) * chunks, k * chunks)]
-        laps[-1][-1] += p.head
-        start = _phase(laps, sum(own >= k for own in p.passes), p.hops, start, arrive)
+        start = _phase(laps, sum(own >= k for own in p.passes), p.hops, start, arrive, p.head)
     if p.forward_only:
         return start
+    arrive = [0.0] * len(p.lengths)  # the way back begins where the way there ended
     hops = p.hops[-2::-1] + p.hops[-1:]  # from the last rank down, then round the ring
     for k in range(max(p.passes), 0, -1):
         virtual = reversed(range((k - 1) * chunks, k * chunks))
@@ -146,19 +146,27 @@ def problem_flush(p: Problem) -> float:
 
 
 def _phase(
-    laps: list[list[float]], count: int, hops: list[float], start: float, arrive: list[float]
+    laps: list[list[float]],
+    count: int,
+    hops: list[float],
+    start: float,
+    arrive: list[float],
+    head: float = 0.0,
 ) -> float:
     """End of a phase: `count` jobs, in order, through the stations of `laps[chunk][station]`.
 
-    No station begins before `start`; `arrive` holds each job's arrival and is updated.
+    No station begins before `start`; `arrive` holds each job's arrival and is updated. The last
+    station of the last lap has each job's head to do when the job has left.
     """
-    stations = len(hops)
-    clock = [start] * stations
-    for lap in laps:
-        for station in range(stations):
-            now, work, hop = clock[station], lap[station], hops[station]
+    clock = [start] * len(hops)
+    last = (len(laps) - 1, len(hops) - 1)
+    for lap, work in enumerate(laps):
+        for station, hop in enumerate(hops):
+            now = clock[station]
+            after = head if (lap, station) == last else 0.0
             for job in range(count):
-                now = max(now, arrive[job]) + work
+                now = max(now, arrive[job]) + work[station]
                 arrive[job] = now + hop
+                now += after
             clock[station] = now
     return max(clock)

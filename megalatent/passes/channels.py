@@ -8,6 +8,7 @@ two ranks are both neighbours of each other (P = 2).
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["Inbox", "Outbox", "Ring"]
+
+# Seconds between looks at a send that should make room.
+_POLL = 1e-4
 
 
 @dataclass(frozen=True)
@@ -145,38 +149,68 @@ class Inbox:
 class Outbox:
     """Sends the hand-overs of one channel without waiting for them.
 
-    A sent tensor must live until it has been received. The sender learns that from the order of
-    the plan: a message that a neighbour sent after it consumed ours proves that ours arrived.
+    A sent tensor must live until it has been received. NCCL says when that is. gloo only knows how
+    to block until then, so there it is read off the plan: a message that a neighbour sent after it
+    consumed ours proves that ours arrived.
+
+    Args:
+        target: global rank of the receiver.
+        group: the channel.
+        limit: most sends left open; a further one blocks until the oldest is received. None for
+            channels whose sender would block for ever (see `Executor`).
     """
 
-    def __init__(self, target: int, group: Any) -> None:
-        self._target, self._group = target, group
-        self._open: deque[tuple[int, Any, Tensor, Hashable]] = deque()
+    def __init__(self, target: int, group: Any, *, limit: int | None = None) -> None:
+        self._target, self._group, self._limit = target, group, limit
+        self._open: deque[tuple[int, Any, Tensor]] = deque()
 
-    def send(self, tensor: Tensor, consumer_index: int, key: Hashable) -> None:
+    def __len__(self) -> int:
+        """Sends not known to be received."""
+        return len(self._open)
+
+    @property
+    def full(self) -> bool:
+        """Whether the next send will block."""
+        return self._limit is not None and len(self._open) >= self._limit
+
+    def send(self, tensor: Tensor, consumer_index: int) -> None:
         """Start sending.
 
         Args:
+            tensor: contiguous; not to be written to any more.
             consumer_index: index of the consuming action in the receiver's list.
-            key: given back by :meth:`release` when the tensor has left.
         """
+        while self._open and self._open[0][2].is_cuda and self._open[0][1].is_completed():
+            self._open.popleft()
+        while self.full:
+            self._wait_for_oldest()
         work = dist.isend(tensor, self._target, group=self._group)
-        self._open.append((consumer_index, work, tensor, key))
+        self._open.append((consumer_index, work, tensor))
 
-    def release(self, receiver_index: int | None = None) -> list[Hashable]:
-        """Finish the sends whose consumer the receiver is known to have passed.
+    def release(self, receiver_index: int) -> None:
+        """Forget the sends whose consumer comes before the receiver's action `receiver_index`.
 
-        Args:
-            receiver_index: index of an action the receiver has begun; None finishes all sends.
+        The receiver is known to have begun that action. Consumers come almost, but not always, in
+        the order of sending.
         """
-        done: list[Hashable] = []
-        still: deque[tuple[int, Any, Tensor, Hashable]] = deque()
+        kept: deque[tuple[int, Any, Tensor]] = deque()
         for item in self._open:
-            consumer, work, _, key = item
-            if receiver_index is None or consumer < receiver_index:
+            consumer, work, _ = item
+            if consumer < receiver_index:
                 work.wait()
-                done.append(key)
             else:
-                still.append(item)
-        self._open = still
-        return done
+                kept.append(item)
+        self._open = kept
+
+    def finish(self) -> None:
+        """Wait until everything has been received (NCCL: until the stream knows that it waits)."""
+        while self._open:
+            self._open.popleft()[1].wait()
+
+    def _wait_for_oldest(self) -> None:
+        _, work, tensor = self._open.popleft()
+        if tensor.is_cuda:
+            # Waiting for NCCL holds back the stream, but not this thread and what it allocates.
+            while not work.is_completed():
+                time.sleep(_POLL)
+        work.wait()

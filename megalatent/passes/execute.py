@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +21,18 @@ from megalatent.passes.channels import Inbox, Outbox, Ring
 from megalatent.passes.plan import Action, Plan, next_backward, next_forward
 from megalatent.passes.watch import Watch
 
-__all__ = ["Executor", "HandOver", "Recorder", "StageProgram"]
+__all__ = ["Executor", "HandOver", "Recorder", "StageProgram", "now"]
+
+# Sends that an evaluation leaves open on an edge before it waits for the receiver.
+_OPEN_SENDS = 4
 
 
 class StageProgram(Protocol):
-    """What the actions of a plan do on this rank."""
+    """What the actions of a plan do on this rank.
+
+    The executor keeps no tensor longer than the hand-over needs it: a stage input is the
+    program's once it is passed, an output until it has been received.
+    """
 
     def forward(self, action: Action, stage_input: Tensor | None) -> Tensor:
         """Run the chunk's layers; ``stage_input`` is None where pass 1 starts from tokens.
@@ -41,9 +50,6 @@ class StageProgram(Protocol):
         Returns:
             The gradient of the stage input, or None where there was none.
         """
-
-    def sent(self, action: Action) -> None:
-        """The output of forward ``action`` has left this rank; its memory may be freed."""
 
     def chunk_finished(self, chunk: int) -> None:
         """The last backward of ``chunk`` is done: its gradients are final on this rank."""
@@ -85,6 +91,8 @@ class Executor:
     def run(self, plan: Plan, program: StageProgram, hand_over: HandOver) -> None:
         """Run all actions of ``plan`` on this rank.
 
+        What an action raises is raised again, with a note that names the action.
+
         Raises:
             ValueError: the plan is for another number of stages.
             RuntimeError: a neighbour is gone; the message names the action that waited.
@@ -93,7 +101,8 @@ class Executor:
             raise ValueError(
                 f"the plan is for {plan.stages} stages, but this pipeline has {self.ring.size}"
             )
-        _Run(self, plan, program, hand_over).run()
+        with self.watch.step(plan, self.ring.rank) if self.watch else nullcontext():
+            _Run(self, plan, program, hand_over).run()
 
 
 class _Run:
@@ -126,7 +135,8 @@ class _Run:
         backward = self._expected(after, "B")
         self.forward_in = Inbox(forward, ring.previous_rank, ring.forward_in, **kwargs)
         self.backward_in = Inbox(backward, ring.next_rank, ring.backward_in, **kwargs)
-        self.forward_out = Outbox(ring.next_rank, ring.forward_out)
+        limit = _OPEN_SENDS if self._may_block() else None
+        self.forward_out = Outbox(ring.next_rank, ring.forward_out, limit=limit)
         self.backward_out = Outbox(ring.previous_rank, ring.backward_out)
 
     def _expected(self, sender: int, kind: str) -> list[tuple[Action, int]]:
@@ -140,14 +150,34 @@ class _Run:
                     messages.append((target[1], index))
         return messages
 
+    def _may_block(self) -> bool:
+        """Whether forwards may wait for the next rank to receive them.
+
+        In training a rank that is ahead waits for gradients. An evaluation has none: the first
+        rank would run through all micro-batches and leave all their outputs waiting. It may wait
+        for the next rank if that one consumes in the order of sending, so that only what has been
+        sent already is needed for it to go on; but the last rank must not, or the ring could
+        wait for itself.
+        """
+        if not self.plan.forward_only or self.rank == self.plan.stages - 1:
+            return False
+        order = [self.index_after[action] for action in self.mine if action.kind == "F"]
+        return all(a < b for a, b in pairwise(order))
+
     def run(self) -> None:
         last_backward = {a.chunk: i for i, a in enumerate(self.mine) if a.kind == "B"}
-        with self.watch.step(self.plan, self.rank) if self.watch else _nothing():
-            for index, action in enumerate(self.mine):
+        for index, action in enumerate(self.mine):
+            try:
                 self._perform(index, action)
                 if action.kind == "B" and last_backward[action.chunk] == index:
                     self.program.chunk_finished(action.chunk)
-            self._finish()
+            except Exception as error:
+                error.add_note(f"stage {self.rank}, in its action {index}, {action}")
+                raise
+        if not self.alone:
+            self._sending(len(self.mine) - 1)
+            self.forward_out.finish()
+            self.backward_out.finish()
 
     def _perform(self, index: int, action: Action) -> None:
         if action.kind == "F":
@@ -155,7 +185,8 @@ class _Run:
             self._begin(index, "F", action)
             output = self.program.forward(action, stage_input)
             self._end("F", action)
-            self._hand_over(action, output.detach(), next_forward(action, self.rank, self.plan))
+            target = next_forward(action, self.rank, self.plan)
+            self._hand_over(index, "F", output.detach(), target)
         elif action.kind == "B":
             gradient = self._receive(index, action)
             self._begin(index, "B", action)
@@ -164,7 +195,7 @@ class _Run:
             target = next_backward(action, self.rank, self.plan)
             if target is not None:
                 assert gradient is not None
-                self._hand_over(action, gradient, target)
+                self._hand_over(index, "B", gradient, target)
         elif action.kind == "H":
             self._begin(index, "H", action)
             self.program.head(action)
@@ -182,7 +213,7 @@ class _Run:
         if source == self.rank:
             return self.local.pop(action)
         if self.watch:
-            self.watch.waiting(index, action, source)
+            self.watch.waiting(index)
         if self.recorder:
             self.recorder.begin("wait", action)
         inbox, outbox = (
@@ -194,55 +225,47 @@ class _Run:
             tensor, sender_index = inbox.take(action)
         except RuntimeError as error:
             raise RuntimeError(
-                f"stage {self.rank} waited for {action} from stage {source}, which is gone: {error}"
+                f"stage {self.rank} waited for the input of {action} from stage {source}, which "
+                f"is gone: {error}"
             ) from error
         if self.recorder:
             self.recorder.end("wait", action)
-        self._released(outbox, sender_index)
+        outbox.release(sender_index)
         return tensor
 
-    def _hand_over(self, action: Action, tensor: Tensor, target: tuple[int, Action] | None) -> None:
+    def _hand_over(
+        self, index: int, kind: str, tensor: Tensor, target: tuple[int, Action] | None
+    ) -> None:
         if target is None:
-            if action.kind == "F":
-                self.program.sent(action)
             return
         rank, consumer = target
         if rank == self.rank:
             self.local[consumer] = tensor
             return
-        forward = action.kind == "F"
-        outbox = self.forward_out if forward else self.backward_out
-        index = (self.index_after if forward else self.index_before)[consumer]
-        outbox.send(tensor.contiguous(), index, action)
-
-    def _released(self, outbox: Outbox, receiver_index: int | None) -> None:
-        for action in outbox.release(receiver_index):
-            if action.kind == "F":  # type: ignore[attr-defined]
-                self.program.sent(action)  # type: ignore[arg-type]
-
-    def _finish(self) -> None:
-        if self.alone:
-            return
-        self._released(self.forward_out, None)
-        self._released(self.backward_out, None)
+        outbox, indices = (
+            (self.forward_out, self.index_after)
+            if kind == "F"
+            else (self.backward_out, self.index_before)
+        )
+        if outbox.full:
+            self._sending(index)
+        outbox.send(tensor.contiguous(), indices[consumer])
 
     # -- telling others ---------------------------------------------------------------------
 
+    def _sending(self, index: int) -> None:
+        if self.watch:
+            self.watch.sending(index)
+
     def _begin(self, index: int, kind: str, action: Action) -> None:
         if self.watch:
-            self.watch.running(index, action)
+            self.watch.running(index)
         if self.recorder:
             self.recorder.begin(kind, action)
 
     def _end(self, kind: str, action: Action) -> None:
         if self.recorder:
             self.recorder.end(kind, action)
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def now() -> float:

@@ -35,6 +35,9 @@ __all__ = [
     "previous_forward",
 ]
 
+#: Beyond this a plan would take minutes and gigabytes; the largest in use are far below.
+_MOST_ACTIONS = 10_000_000
+
 
 class Action(NamedTuple):
     """One entry of a rank's list.
@@ -187,6 +190,12 @@ def _checked(
         raise UserError(
             f"max_in_flight is {max_in_flight}, but one micro-batch with {max(given)} passes "
             f"holds {least} activations on each rank; give at least {least}"
+        )
+    size = 2 * stages * chunks * sum(given)
+    if size > _MOST_ACTIONS:
+        raise UserError(
+            f"a plan for {stages} stages, {chunks} chunk(s) and {sum(given)} passes in all has "
+            f"{size} actions, more than {_MOST_ACTIONS}; plan a smaller step"
         )
     return given
 

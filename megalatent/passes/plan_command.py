@@ -30,6 +30,8 @@ def run_plan_command(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises UserError for a mistake in `args`."""
     try:
         return _run(args)
+    except BrokenPipeError:
+        raise  # the reader of our output has had enough: no mistake
     except OSError as error:
         raise UserError(f"cannot use {error.filename}: {error.strerror}") from None
 
@@ -108,6 +110,8 @@ def _agree(args: argparse.Namespace, plan: Plan) -> None:
     """What is given besides the file must be what the file holds."""
     if args.passes is not None or args.mixture is not None:
         raise UserError("--check takes the passes from the file; leave --passes and --mixture out")
+    if args.forward_only and not plan.forward_only:
+        raise UserError(f"--forward-only is given, but the plan in {args.check} has backwards")
     for name, value in (
         ("stages", plan.stages),
         ("chunks", plan.chunks),

@@ -196,6 +196,6 @@ def read_width(text: str | None, otherwise: int) -> int | None:
         return otherwise
     if text == "full":
         return None
-    if text.isdigit():
+    if text.isascii() and text.isdigit():
         return int(text)
     raise UserError(f"--width is {text!r}; give a number of columns, 0 or full")

@@ -26,7 +26,9 @@ class Phase:
     mixture: Mapping[int, float]
 
 
-def _phases(schedule: Sequence[tuple[int | float, Mapping[int, float]]], train_iters: int):
+def _phases(
+    schedule: Sequence[tuple[int | float, Mapping[int, float]]], train_iters: int
+) -> list[Phase]:
     """Resolve fractional starts; they count in ``train_iters``."""
     return [
         Phase(round(start * train_iters) if isinstance(start, float) else start, dict(mixture))

@@ -1,8 +1,9 @@
-"""Notices a step that stands still, says what it waited for, and ends the process.
+"""Notices a step that cannot go on, says why, and ends the process.
 
 A rank whose neighbour died or hangs would wait for ever (or for the communication library's own,
-much longer, timeout) and could only say that a receive failed. The watch knows the plan: it says
-which action of which stage was missing and writes the plan's grid with the stuck cell marked.
+much longer, timeout) and could only say that a receive failed. The watch knows the plan and, through
+`peers`, what became of the other ranks: it says which action of which stage was missing and which
+rank is the cause, and writes the plan's grid with the stuck cell marked.
 """
 
 from __future__ import annotations
@@ -11,114 +12,333 @@ import os
 import sys
 import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from megalatent.passes.plan import Action, Plan
+from megalatent.passes.peers import Note, Peers
+from megalatent.passes.plan import Plan, previous_backward, previous_forward
 
 __all__ = ["Watch"]
 
+# Seconds that other ranks' notes may take to get here, or ours to get there.
+_SPREAD = 1.0
+# A stalled rank asks the others where they are at this share of the timeout.
+_ASK = 0.8
+_MOST_NAMES = 4
+
+
+class _Place(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        kind: waiting (for a hand-over), sending, inside (an action), before or after (the actions
+            of a step), between (steps).
+        index: of the action in the stage's list, where there is one.
+    """
+
+    kind: str
+    plan: Plan | None = None
+    stage: int = 0
+    index: int = 0
+
+    def describe(self) -> str:
+        """What follows "rank 3 (stage 1) was": one line."""
+        if self.plan is None:
+            return "between steps"
+        if self.kind in ("before", "after"):
+            which = "first" if self.kind == "before" else "last"
+            return f"{self.kind} its {which} action of the step"
+        here = f"action {self.index}, {self.plan.actions[self.stage][self.index]}"
+        if self.kind == "inside":
+            return f"inside its {here}"
+        if self.kind == "sending":
+            return f"at its {here}, waiting for a neighbour to receive what it made"
+        stage, index = self.awaited()
+        return f"at its {here}, waiting for {self.plan.actions[stage][index]} of stage {stage}"
+
+    def awaited(self) -> tuple[int, int]:
+        """Stage and index of the action that this rank waits for, or is in."""
+        assert self.plan is not None
+        if self.kind != "waiting":
+            return self.stage, self.index
+        action = self.plan.actions[self.stage][self.index]
+        before = previous_forward if action.kind == "F" else previous_backward
+        found = before(action, self.stage, self.plan)
+        assert found is not None
+        return found[0], self.plan.actions[found[0]].index(found[1])
+
 
 class Watch:
-    """Watches the steps of one rank from a thread of its own.
+    """Watches one rank from a thread of its own.
+
+    Within a step (`step`), a rank that does not move for the timeout ends the run. Once connected
+    (`connect`), this rank also ends, at any time, when another one has failed or died.
 
     Args:
         timeout: seconds without progress after which the process ends with exit code 1.
         folder: where the grid of a stalled step is written; None prints only.
-        name: how messages name this rank, for example ``"global rank 3"``.
+        name: how messages name this rank, for example ``"rank 3"``.
     """
 
-    def __init__(self, timeout: float, folder: Path | None = None, name: str = "") -> None:
+    def __init__(self, timeout: float, folder: Path | None = None, name: str = "this rank") -> None:
         self.timeout = timeout
         self.folder = folder
-        self.name = name
+        self.name = self._who = name
+        self._in_step = False
         self._plan: Plan | None = None
-        self._rank = 0
-        self._index = 0
-        self._source: int | None = None
-        self._moved = time.monotonic()
-        self._events: list[tuple[int, torch.cuda.Event]] = []
-        self._lock = threading.Lock()
+        self._stage = 0
+        self._place = _Place("between")
+        # The host runs ahead of a GPU: events tell how far the GPU has come.
+        self._events: deque[tuple[_Place, torch.cuda.Event]] | None = None
+        self._peers: Peers | None = None
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._closed = False
+        self._failed = False
+        self._still = 0.0
+        self._answers: dict[int, Note] = {}
+        self._left: set[int] = set()
+
+    # -- what this rank does ----------------------------------------------------------------
+
+    def connect(self, stage: int) -> None:
+        """Get to know the other ranks of the run. All ranks together, once.
+
+        Args:
+            stage: of this rank, for messages.
+        """
+        if self._peers is None:
+            self._who = f"{self.name} (stage {stage})"
+            self._peers = Peers.connect(self._who)
+            # Where a process ends in order, nobody must take it for dead.
+            Finalize(None, self._exits, exitpriority=100)
+            self._start()
 
     @contextmanager
-    def step(self, plan: Plan, rank: int) -> Iterator[None]:
-        """Watch one step; also turns its errors into ones that name the action."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, daemon=True, name="latent-watch")
-            self._thread.start()
-        with self._lock:
-            self._plan, self._rank, self._events = plan, rank, []
-            self._index, self._source, self._moved = 0, None, time.monotonic()
+    def step(self, plan: Plan, stage: int) -> Iterator[None]:
+        """Watch one step. May be entered again inside for the part that runs the actions.
+
+        An exception leaves through here only if it is this rank's own: if another rank is the
+        cause, the process ends with a message that says so.
+        """
+        if self._in_step:
+            yield
+            self._set(_Place("after", plan, stage))
+            return
+        self._start()
+        if self._events is None and torch.cuda.is_available():
+            self._events = deque()
+        self._in_step, self._plan, self._stage = True, plan, stage
+        self._set(_Place("before", plan, stage))
         try:
             yield
-        except RuntimeError:
-            self.write_grid()
+        except BaseException as error:
+            self._fails(error)
             raise
-        finally:
-            with self._lock:
-                self._plan = None
+        self._set(_Place("between"))
+        self._in_step, self._plan = False, None
 
-    def waiting(self, index: int, action: Action, source: int) -> None:
-        """The rank waits for ``source`` to hand over the input of its action ``index``."""
-        self._index, self._source, self._moved = index, source, time.monotonic()
+    def waiting(self, index: int) -> None:
+        """The rank waits for the input of its action ``index``."""
+        self._set(_Place("waiting", self._plan, self._stage, index))
 
-    def running(self, index: int, action: Action) -> None:
+    def running(self, index: int) -> None:
         """The rank has begun its action ``index``."""
-        self._index, self._source, self._moved = index, None, time.monotonic()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            # The host runs ahead of the device: an event tells how far the device has come.
-            event = torch.cuda.Event()
-            event.record()
-            with self._lock:
-                self._events.append((index, event))
+        self._set(_Place("inside", self._plan, self._stage, index))
 
-    def _look(self) -> None:
-        while True:
-            time.sleep(min(1.0, self.timeout / 10))
-            with self._lock:
-                if self._plan is None:
-                    continue
-                while self._events and self._events[0][1].query():
-                    self._events.pop(0)
-                    self._moved = time.monotonic()
-                stalled = time.monotonic() - self._moved
-            if stalled > self.timeout:
-                self._stop(stalled)
+    def sending(self, index: int) -> None:
+        """The rank waits until what it made up to its action ``index`` is received."""
+        self._set(_Place("sending", self._plan, self._stage, index))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The run is over for this rank: well, or because of ``error``."""
+        if self._closed:
+            return
+        if error is not None and not self._failed:
+            self._fails(error)
+        self._closed = True
+        if self._peers is not None:
+            self._peers.close()
+
+    def _exits(self) -> None:
+        self.close(getattr(sys, "last_exc", None))
 
     def describe(self) -> str:
         """One line: which action of which stage this rank is at or waits for."""
-        if self._plan is None:
-            return "between steps"
-        index = self._events[0][0] if self._events else self._index
-        action = self._plan.actions[self._rank][index]
-        place = f"stage {self._rank}, action {index} of {len(self._plan.actions[self._rank])}"
-        if self._source is not None:
-            return f"{place}: waiting for stage {self._source} to hand over the input of {action}"
-        return f"{place}: inside {action}"
+        return self._place.describe()
 
-    def write_grid(self) -> Path | None:
-        """Write the plan's grid with this rank's cell marked; the file's path, or None."""
-        if self.folder is None or self._plan is None:
+    def _set(self, place: _Place) -> None:
+        if self._events is None:
+            self._place = place
+            return
+        event = torch.cuda.Event()
+        event.record()
+        self._events.append((place, event))
+
+    # -- failures of this rank --------------------------------------------------------------
+
+    def _fails(self, error: BaseException) -> None:
+        """Find out whether another rank is the cause; if not, tell the others."""
+        if isinstance(error, RuntimeError) and self._peers is not None:
+            # A broken connection is a RuntimeError, and the cause may still be on its way.
+            self._stopping.wait(_SPREAD)
+        with self._lock:
+            self._failed = not self._stopping.is_set()
+        if not self._failed:
+            time.sleep(10 * _SPREAD)  # the watch's thread ends this process
+            return
+        place = self._place
+        what = "".join(traceback.format_exception_only(error)[:1]).strip()
+        if self._peers is not None and not self._closed:
+            self._peers.tell("failed", f"{place.describe()}: {what}")
+        path = self._write_grid(place, f"{self._who} failed {place.describe()}: {what}")
+        if path is not None:
+            error.add_note(f"the plan with the action marked is in {path}")
+
+    # -- the thread -------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, daemon=True, name="latent-watch")
+            self._thread.start()
+
+    def _look(self) -> None:
+        period = min(1.0, self.timeout / 10)
+        seen, asked = self._place, False
+        before = time.monotonic()
+        while not self._closed:
+            notes = self._await_notes(period)
+            now = time.monotonic()
+            # Time in which this process itself was stopped, or got no core, does not count.
+            tick, before = min(now - before, 2 * period), now
+            if self._failed:
+                self._still += tick
+                if self._still > self.timeout:  # something keeps the process from ending
+                    os._exit(1)
+                continue
+            for note in notes:
+                self._heard(note)
+            self._follow_device()
+            if self._place is not seen:
+                seen, asked, self._still = self._place, False, 0.0
+                continue
+            self._still += tick
+            if seen.kind == "between":
+                continue
+            if self._still > self.timeout:
+                self._give_up()
+            elif self._still > _ASK * self.timeout and not asked and self._peers is not None:
+                asked, self._answers = True, {}
+                self._peers.tell("where")
+
+    def _follow_device(self) -> None:
+        try:
+            while self._events and self._events[0][1].query():
+                self._place = self._events.popleft()[0]
+        except RuntimeError:  # the device has failed: the main thread will say how
+            return
+
+    def _await_notes(self, seconds: float) -> list[Note]:
+        if self._peers is None:
+            time.sleep(seconds)
+            return []
+        return self._peers.poll(seconds)
+
+    def _heard(self, note: Note) -> None:
+        assert self._peers is not None
+        if note.kind == "where":
+            place = self._place
+            self._peers.tell("here", place.describe(), at=place.kind, still=self._still)
+        elif note.kind == "here":
+            self._answers[note.rank] = note
+        elif note.kind == "left":
+            self._left.add(note.rank)
+        else:
+            who = self._peers.names[note.rank]
+            if note.kind == "gone":
+                self._stop(f"{who} is gone: its process has ended without a word")
+            elif note.kind == "failed":
+                # It should be the first to end: launchers report what ends first.
+                time.sleep(min(2.0, self.timeout / 4))
+                self._stop(f"{who} failed {note.text}")
+            elif note.kind == "stalled":
+                self._stop(f"{who} saw no progress for {note.facts['seconds']:.0f} s: {note.text}")
+
+    def _give_up(self) -> None:
+        cause = self._cause()
+        if self._peers is not None:
+            self._peers.tell("stalled", cause, seconds=self._still)
+        self._stop(
+            f"no progress for {self._still:.0f} s (latent.passes.timeout_seconds "
+            f"{self.timeout:g}): {cause}"
+        )
+
+    def _cause(self) -> str:
+        """What the ranks' answers say about why nothing moves."""
+        if self._peers is None:
+            return "nothing is known of other ranks"
+        places: dict[int, tuple[str, str, float]] = {
+            self._peers.rank: (self._place.kind, self.describe(), self._still)
+        }
+        for rank, note in self._answers.items():
+            places[rank] = (note.facts["at"], note.text, note.facts["still"])
+        names = self._peers.names
+        left = [r for r in range(len(names)) if r in self._left]
+        silent = [r for r in range(len(names)) if r not in self._left and r not in places]
+        if left:
+            return f"out of the run: {self._listed(left)}"
+        if silent:
+            return (
+                f"no answer from {self._listed(silent)}: the process is stopped, or the machine is "
+                "cut off"
+            )
+        # Who waits for a hand-over is not the cause; who has just moved is not, either.
+        for kind in ("inside", "between", "before", "after", "sending"):
+            stuck = [r for r, at in places.items() if at[0] == kind and at[2] > self.timeout / 2]
+            if stuck:
+                return f"standing still: {self._listed(stuck)}, {places[min(stuck)][1]}"
+        return "no rank stands still for long except by waiting for another one"
+
+    def _listed(self, ranks: list[int]) -> str:
+        assert self._peers is not None
+        names = [self._peers.names[rank] for rank in sorted(ranks)]
+        more = len(names) - _MOST_NAMES
+        return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+    def _stop(self, cause: str) -> None:
+        """End this process because of something that is not an exception of its own."""
+        with self._lock:
+            if self._failed or self._closed:
+                return
+            self._stopping.set()
+        place = self._place
+        message = f"{self.name}: {cause}; {self._who} was {place.describe()}"
+        path = self._write_grid(place, message)
+        where = f"; the plan with the stuck action marked is in {path}" if path else ""
+        print(f"megalatent: error: {message}{where}", file=sys.stderr, flush=True)
+        time.sleep(min(_SPREAD, self.timeout) / 5)  # for the notes to leave
+        os._exit(1)
+
+    def _write_grid(self, place: _Place, message: str) -> Path | None:
+        """Write the plan's grid with the awaited action marked; the file's path, or None."""
+        if self.folder is None or place.plan is None:
             return None
         from megalatent.passes.render import render_grid
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"stalled-{os.getpid()}.txt"
-        grid = render_grid(self._plan, mark=(self._rank, self._index))
-        path.write_text(f"{self.name}: {self.describe()}\n\n{grid}\n")
+        mark = None if place.kind in ("before", "after") else place.awaited()
+        path = self.folder / f"{self.name.replace(' ', '-')}.txt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{message}\n\n{render_grid(place.plan, mark=mark)}\n")
+        except OSError as error:
+            print(f"megalatent: cannot write {path}: {error}", file=sys.stderr, flush=True)
+            return None
         return path
-
-    def _stop(self, stalled: float) -> None:
-        path = self.write_grid()
-        where = f"; the plan with the stuck action marked is in {path}" if path else ""
-        print(
-            f"megalatent: error: {self.name}: no progress for {stalled:.0f} s "
-            f"(latent.passes.timeout_seconds {self.timeout:g}): {self.describe()}{where}",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)

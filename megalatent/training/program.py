@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalatent.model.batch import MicroBatch
 from megalatent.model.wrapper import LatentModel
 from megalatent.passes.plan import Action
+from megalatent.training.data import BatchReader
 from megalatent.training.losses import PassLoss
 from megalatent.training.recompute import RecomputeSwitch
 
@@ -23,18 +25,23 @@ __all__ = ["MegatronProgram", "Visit"]
 class Visit:
     """A chunk visit between its forward and its backward.
 
+    The backward needs the node of the graph that made the output, not the output: the tensor goes
+    as soon as it has been received elsewhere, or once the head has used it. (Megatron frees it by
+    emptying the tensor behind autograd's back; a gradient edge needs no such trick.)
+
     Attributes:
         stage_input: leaf that collects the gradient to hand back, or None for pass 1 of the
             first chunk.
-        output: root of the visit's graph, ``[s, b, h]``.
+        root: where the backward begins: the output's edge, or the loss where stack and head run
+            as one graph.
+        output: ``[s, b, h]``, on the last chunk until its head has run.
         head_gradient: gradient of the state from the head, on the last chunk.
-        loss: root of the whole graph instead, where stack and head run as one graph.
     """
 
     stage_input: Tensor | None
-    output: Tensor
+    root: GradientEdge | Tensor | None
+    output: Tensor | None
     head_gradient: Tensor | None = None
-    loss: Tensor | None = None
 
 
 @dataclass(kw_only=True)
@@ -68,7 +75,7 @@ class MegatronProgram:
     def __init__(
         self,
         chunks: Sequence[LatentModel],
-        batches: Sequence[MicroBatch],
+        batches: BatchReader,
         passes: Sequence[int],
         *,
         kernels: Any,
@@ -108,7 +115,11 @@ class MegatronProgram:
             with self.recompute.visit(k, self.passes[micro_batch]):
                 output = model("stack", batch, x)
         if self.training or model.post_process:
-            self._visits[micro_batch, k, chunk] = Visit(stage_input=stage_input, output=output)
+            self._visits[micro_batch, k, chunk] = Visit(
+                stage_input=stage_input,
+                root=get_gradient_edge(output) if self.training else None,
+                output=output if model.post_process else None,
+            )
         if not self.training and model.pre_process and k == self.passes[micro_batch]:
             self._tokens.pop(micro_batch, None)
         return output
@@ -127,8 +138,10 @@ class MegatronProgram:
         if self._one_graph(model, K):
             with self._timed("forward-compute"), self._autocast():
                 losses = model("head", batch, visit.output)
-            visit.loss = self.loss.objective(micro_batch, k, K, losses, batch, visit)
+            visit.root = self.loss.objective(micro_batch, k, K, losses, batch, visit)
+            visit.output = None
             return
+        assert visit.output is not None
         state = visit.output.detach().requires_grad_()
         with self._timed("forward-compute"), self._autocast():
             losses = model("head", batch, state)
@@ -136,6 +149,7 @@ class MegatronProgram:
         with self._timed("backward-compute"):
             torch.autograd.backward(objective)
         visit.head_gradient = state.grad
+        visit.output = None
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         _, micro_batch, k, chunk = action
@@ -143,22 +157,18 @@ class MegatronProgram:
         visit = self._visits.pop((micro_batch, k, chunk))
         self.loss.set_auxiliary_scales(k, self.passes[micro_batch])
         with self._timed("backward-compute"):
-            if visit.loss is not None:
-                torch.autograd.backward(visit.loss)
-            else:
-                # The last chunk's state has two gradients: from its loss, and from the pass
-                # that consumed it. Summed first, so that the stack is walked once.
-                if visit.head_gradient is not None:
-                    gradient = (
-                        visit.head_gradient if gradient is None else visit.head_gradient + gradient
-                    )
-                torch.autograd.backward(visit.output, gradient)
+            # The last chunk's state has two gradients: from its loss, and from the pass that
+            # consumed it. Summed first, so that the stack is walked once.
+            if visit.head_gradient is not None:
+                gradient = (
+                    visit.head_gradient if gradient is None else visit.head_gradient + gradient
+                )
+                visit.head_gradient = None
+            assert visit.root is not None
+            torch.autograd.backward(visit.root, gradient)
             if model.pre_process and k == 1:
                 self._tokens_backward(micro_batch)
         return None if visit.stage_input is None else visit.stage_input.grad
-
-    def sent(self, action: Action) -> None:
-        """Nothing to do: a visit's output is its graph's root and lives until its backward."""
 
     def chunk_finished(self, chunk: int) -> None:
         self.on_chunk_finished(chunk)

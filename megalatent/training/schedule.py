@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -171,23 +172,25 @@ class LatentSchedule:
             training=not forward_only,
             on_chunk_finished=sync.chunk_finished,
         )
-        executor = Executor(self._channels(), watch=self.watch, recorder=self.recorder)
+        ring = self._channels()
+        executor = Executor(ring, watch=self.watch, recorder=self.recorder)
         hand_over = self._hand_over(config, seq_length, micro_batch_size)
-        if forward_only:
-            with torch.no_grad():
-                executor.run(plan, program, hand_over)
-        else:
-            sync.dispatch_parameters()
-            with sync.step():
-                executor.run(plan, program, hand_over)
-            sync.close_parameter_gathers()
-            self._finalize(config, chunks, loss, pg_collection, force_all_reduce)
-            self._plan_ahead(position.iteration + 1, num_microbatches)
-            self.last_passes = tuple(passes)
-        batches.exhaust()
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        return self._reports(loss, passes, forward_only)
+        with self.watch.step(plan, ring.rank) if self.watch else nullcontext():
+            if forward_only:
+                with torch.no_grad():
+                    executor.run(plan, program, hand_over)
+            else:
+                sync.dispatch_parameters()
+                with sync.step():
+                    executor.run(plan, program, hand_over)
+                sync.close_parameter_gathers()
+                self._finalize(config, chunks, loss, pg_collection, force_all_reduce)
+                self._plan_ahead(position.iteration + 1, num_microbatches)
+                self.last_passes = tuple(passes)
+            batches.exhaust()
+            if config.timers is not None:
+                config.timers("forward-backward").stop()
+            return self._reports(loss, passes, forward_only)
 
     # -- parts ------------------------------------------------------------------------------
 
@@ -207,10 +210,13 @@ class LatentSchedule:
 
     def _channels(self) -> Ring:
         if self._ring is None:
-            timeout = timedelta(seconds=self.latent.passes.timeout_seconds)
+            # The watch, which can say more, is to speak before the communication library does.
+            timeout = timedelta(seconds=2 * self.latent.passes.timeout_seconds + 60)
             self._ring = Ring.create(
                 _group(parallel_state.get_pipeline_model_parallel_group), timeout
             )
+            if self.watch is not None:
+                self.watch.connect(self._ring.rank)
         return self._ring
 
     def _recompute_switch(self, config: Any) -> RecomputeSwitch:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +126,12 @@ def _settled(rank: int, fusion: str, dtype: torch.dtype) -> tuple[torch.Tensor, 
     rig.config.params_dtype = rig.config.pipeline_dtype = dtype
     states: list[torch.Tensor] = []
     stack = model._stack
-    model._stack = lambda *args: states.append(stack(*args)) or states[-1]
+
+    def keep(*args: Any) -> torch.Tensor:
+        states.append(stack(*args))
+        return states[-1]
+
+    model._stack = keep
     rig.run(forward_only=True)
     settled = states[-1]
 
@@ -188,14 +195,17 @@ def _states_of_second_document(
         states: list[torch.Tensor] = []
         stack = rig.models[0]._stack
 
-        def keep(batch, x, stack=stack, states=states, end=end):  # type: ignore[no-untyped-def]
+        def keep(
+            batch: Any, x: Any, stack: Any = stack, states: Any = states, end: int = end
+        ) -> Any:
             state = stack(batch, x)
             rows = _local_positions(layout, state.shape[0])
             states.append(state[rows >= end].clone())
             return state
 
         rig.models[0]._stack = keep
-        rig.batches = lambda raw=raw: iter([raw])  # type: ignore[method-assign]
+        monkey: Any = rig
+        monkey.batches = partial(iter, [raw])
         rig.run(forward_only=True)
         outcomes.append(states)
     assert parallel_state.model_parallel_is_initialized()

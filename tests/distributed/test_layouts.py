@@ -1,8 +1,8 @@
 """Every layout gives the losses and the gradients of one rank, and still does after training.
 
 The reference is the same model on one rank, which `test_against_oracle.py` compares with plain
-PyTorch. Losses agree to 1e-5 and each gradient to 1e-4 (norm of the difference over norm): fp32 sums
-in another order differ by about 1e-6, a missing or doubled term by 1e-1.
+PyTorch. Losses agree to 1e-5 and each gradient to 1e-4 (norm of the difference over norm): fp32
+sums in another order differ by about 1e-6, a missing or doubled term by 1e-1.
 """
 
 from __future__ import annotations

@@ -112,20 +112,26 @@ def test_a_prompt_read_beforehand_is_a_prompt() -> None:
     assert out[0, 9:].tolist() == tokens
 
 
-def test_the_first_turn_can_be_chunked_and_the_second_too() -> None:
+def test_both_turns_can_be_read_in_chunks() -> None:
+    """Only the very first token of the second turn is fused, not the first of each chunk."""
     model, ids, turn = tiny_model(), prompts(1, 6), prompts(1, 5, seed=9)
     first = first_turn(model, ids, prefill_chunk_size=4)
     text = torch.cat([first.sequences, turn], 1)
-    second = model.generate(
-        text,
-        past_key_values=first.past_key_values,
-        mode="soft",
-        prefill_chunk_size=4,
-        max_new_tokens=4,
-        **GREEDY,
-    )
     _, said = two_turns_by_reference(model, ids[0], 4, turn[0], 4)
-    assert second[0, text.shape[1] :].tolist() == said
+    caches = [copy.deepcopy(first.past_key_values), first.past_key_values]
+    states = []
+    for cache, size in zip(caches, (None, 4), strict=True):
+        second = model.generate(
+            text,
+            past_key_values=cache,
+            mode="soft",
+            prefill_chunk_size=size,
+            max_new_tokens=4,
+            **GREEDY,
+        )
+        assert second[0, text.shape[1] :].tolist() == said
+        states.append(cache.state)
+    assert (states[0] - states[1]).abs().max() < 1e-4
 
 
 def test_selected_and_repeated_rows_keep_their_states() -> None:

@@ -30,7 +30,8 @@ class Case:
         leaves = [_leaf(tensor, wide) for tensor in self.differentiable]
         gradient = self.gradient.double() if wide else self.gradient
         if self.kind == "additive":
-            x = backend.additive(*leaves, self.mask)
+            a, e = leaves
+            x = backend.additive(a, e, self.mask)
         else:
             *activations, weight = leaves
             x = getattr(backend, self.kind)(*activations, self.mask, weight, EPS)

@@ -88,7 +88,7 @@ def test_triton_on_a_cpu_must_be_interpreted(monkeypatch):
 
 def test_unknown_setting():
     with pytest.raises(UserError, match="'cudnn' is unknown; choose one of: auto, cuda, triton"):
-        select("cudnn", "cpu", torch.float32)  # type: ignore[arg-type]
+        select("cudnn", "cpu", torch.float32)
 
 
 def test_unknown_device():

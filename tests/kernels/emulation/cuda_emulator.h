@@ -3,8 +3,8 @@
 // there is no GPU; it says nothing about speed, memory models or the compiler.
 //
 // Stricter than a GPU where that finds mistakes: dynamic shared memory starts poisoned, asynchronous
-// copies land only when waited for, a barrier that not all threads reach is an error, and the order
-// in which threads run can be reversed or shuffled.
+// copies land only when waited for, a barrier that not all threads reach is an error, warps run ahead
+// of one another as far as barriers let them, and their order can be reversed or shuffled.
 #pragma once
 
 #include <setjmp.h>
@@ -52,7 +52,7 @@ struct Thread {
 struct Machine {
   int processors = 3;
   int shared_per_block = 227 * 1024;
-  int order = 0;  // 0 ascending, 1 descending, otherwise the seed of a shuffle
+  int order = 0;  // of warps: 0 ascending, 1 descending, otherwise the seed of a shuffle
   dim3 grid, block, block_index;
   std::vector<Thread> threads;
   std::vector<char> stacks;
@@ -133,32 +133,32 @@ inline void run_block(const std::function<void()>& body) {
     thread.context.uc_link = nullptr;
     makecontext(&thread.context, reinterpret_cast<void (*)()>(&enter), 0);
   }
-  std::vector<std::size_t> turn(count);
-  for (std::size_t t = 0; t < count; ++t) turn[t] = m.order == 1 ? count - 1 - t : t;
+  const std::size_t warps = count / 32;
+  std::vector<std::size_t> turn(warps);
+  for (std::size_t w = 0; w < warps; ++w) turn[w] = m.order == 1 ? warps - 1 - w : w;
   uint64_t random = 0x9E3779B97F4A7C15u * static_cast<uint64_t>(m.order + 1);
-  for (std::size_t t = count; m.order > 1 && t > 1; --t) {
+  for (std::size_t w = warps; m.order > 1 && w > 1; --w) {
     random = random * 6364136223846793005u + 1442695040888963407u;
-    std::swap(turn[t - 1], turn[(random >> 33) % t]);
+    std::swap(turn[w - 1], turn[(random >> 33) % w]);
   }
+  // A warp runs as far as it can before the next one starts: what it writes too early is then seen.
   for (std::size_t done = 0; done < count;) {
-    for (std::size_t t : turn) {
-      if (m.threads[t].state != State::ready) continue;
-      resume(&m.threads[t]);
-      done += m.threads[t].state == State::done;
-    }
-    for (std::size_t warp = 0; warp < count; warp += 32) {
-      bool shuffling = false;
-      for (std::size_t t = warp; t < warp + 32; ++t) {
-        shuffling |= m.threads[t].state == State::at_warp_barrier;
+    for (std::size_t w : turn) {
+      const std::size_t begin = w * 32, end = begin + 32;
+      while (true) {
+        bool ran = false;
+        for (std::size_t t = begin; t < end; ++t) {
+          if (m.threads[t].state != State::ready) continue;
+          ran = true;
+          resume(&m.threads[t]);
+          done += m.threads[t].state == State::done;
+        }
+        if (!ran) break;
+        release(begin, end, State::at_warp_barrier, "not all lanes of a warp came to a shuffle");
       }
-      if (shuffling) {
-        release(warp, warp + 32, State::at_warp_barrier, "not all lanes of a warp came to a shuffle");
-      }
     }
-    bool shuffled = false;
-    for (const Thread& thread : m.threads) shuffled |= thread.state == State::ready;
-    if (!shuffled && done < count) {
-      release(0, count, State::at_block_barrier, "not all threads of a block came to __syncthreads");
+    if (done < count) {
+      release(0, count, State::at_block_barrier, "not all threads came to __syncthreads");
     }
   }
 }

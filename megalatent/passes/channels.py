@@ -64,9 +64,7 @@ class Ring:
             for edge in range(size):
                 pair = sorted((ranks[edge], ranks[(edge + 1) % size]))
                 for way in ("forward", "backward"):
-                    group = dist.new_group(
-                        pair, timeout=timeout, group_desc=f"latent_{way}_{edge}"
-                    )
+                    group = dist.new_group(pair, timeout=timeout, group_desc=f"latent_{way}_{edge}")
                     if list(ranks) == mine:
                         made[way, edge] = group
         before = (rank - 1) % size

@@ -1,9 +1,9 @@
 """Notices a step that cannot go on, says why, and ends the process.
 
 A rank whose neighbour died or hangs would wait for ever (or for the communication library's own,
-much longer, timeout) and could only say that a receive failed. The watch knows the plan and, through
-`peers`, what became of the other ranks: it says which action of which stage was missing and which
-rank is the cause, and writes the plan's grid with the stuck cell marked.
+much longer, timeout) and could only say that a receive failed. The watch knows the plan and,
+through `peers`, what became of the other ranks: it says which action of which stage was missing and
+which rank is the cause, and writes the plan's grid with the stuck cell marked.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class _Place(NamedTuple):
     Attributes:
         kind: waiting (for a hand-over), sending, inside (an action), before or after (the actions
             of a step), between (steps).
-        index: of the action in the stage's list, where there is one.
+        at: index of the action in the stage's list, where there is one.
     """
 
     kind: str
     plan: Plan | None = None
     stage: int = 0
-    index: int = 0
+    at: int = 0
 
     def describe(self) -> str:
         """What follows "rank 3 (stage 1) was": one line."""
@@ -55,7 +55,7 @@ class _Place(NamedTuple):
         if self.kind in ("before", "after"):
             which = "first" if self.kind == "before" else "last"
             return f"{self.kind} its {which} action of the step"
-        here = f"action {self.index}, {self.plan.actions[self.stage][self.index]}"
+        here = f"action {self.at}, {self.plan.actions[self.stage][self.at]}"
         if self.kind == "inside":
             return f"inside its {here}"
         if self.kind == "sending":
@@ -67,8 +67,8 @@ class _Place(NamedTuple):
         """Stage and index of the action that this rank waits for, or is in."""
         assert self.plan is not None
         if self.kind != "waiting":
-            return self.stage, self.index
-        action = self.plan.actions[self.stage][self.index]
+            return self.stage, self.at
+        action = self.plan.actions[self.stage][self.at]
         before = previous_forward if action.kind == "F" else previous_backward
         found = before(action, self.stage, self.plan)
         assert found is not None

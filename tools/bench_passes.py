@@ -91,7 +91,8 @@ class Bench:
         from megalatent.model.layers import layer_spec
 
         self.args = args
-        torch.distributed.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(1)
         self.config = TransformerConfig(

@@ -11,7 +11,7 @@ import torch
 
 from megalatent import kernels
 from tests.distributed.harness import Layout, init, run_ranks
-from tests.distributed.latent import SEED, VOCAB, Rig, Setup
+from tests.distributed.latent import EOD, SEED, VOCAB, Rig, Setup
 from tests.distributed.layout import full_gradients, full_parameters
 from tests.oracle.draws import jitter_rows, prefix_rows
 from tests.oracle.model import multi_pass
@@ -190,17 +190,15 @@ def _states_of_second_document(
         setup = Setup(passes=(1,), batch=1, eval_passes=3)
         rig = Rig(setup, layout)
         raw = setup.micro_batch([0])
-        end = int(raw["tokens"][0].tolist().index(60)) + 1  # 5 positions: odd
-        raw["tokens"][0, 1 : end - 1] = (raw["tokens"][0, 1 : end - 1] + 7 * change) % 60
+        assert raw["tokens"][0].tolist().index(EOD) == 4  # document 1 has 5 positions: odd
+        raw["tokens"][0, 1:4] = (raw["tokens"][0, 1:4] + 7 * change) % EOD
         states: list[torch.Tensor] = []
         stack = rig.models[0]._stack
 
-        def keep(
-            batch: Any, x: Any, stack: Any = stack, states: Any = states, end: int = end
-        ) -> Any:
+        def keep(batch: Any, x: Any, stack: Any = stack, states: Any = states) -> Any:
             state = stack(batch, x)
             rows = _local_positions(layout, state.shape[0])
-            states.append(state[rows >= end].clone())
+            states.append(state[rows >= 5].clone())
             return state
 
         rig.models[0]._stack = keep

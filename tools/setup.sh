@@ -11,7 +11,10 @@ VENV=${VENV:-.venv}
 LOCK=requirements.lock
 UV_VERSION=0.13.9
 STAMP=$VENV/.installed
-WANTED=$({ cat "$LOCK" pyproject.toml tools/setup.sh; pwd; } | sha256sum | cut -d' ' -f1)
+# The kernels are compiled by the installation: new sources need a new one.
+mapfile -t KERNELS < <(find kernels -name '*.py' -o -path 'kernels/src/*' -type f | LC_ALL=C sort)
+WANTED=$({ cat "$LOCK" pyproject.toml setup.py tools/setup.sh "${KERNELS[@]}"; pwd; } |
+  sha256sum | cut -d' ' -f1)
 
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$WANTED" ]; then
   exit 0
@@ -54,7 +57,7 @@ find_python() {
     "$any" -m venv "$VENV-uv" && "$VENV-uv/bin/python" -m pip install --quiet "uv==$UV_VERSION" >&2
     uv=$VENV-uv/bin/uv
   }
-  "$uv" python install 3.12 >&2 && "$uv" python find --managed-python 3.12 ||
+  "$uv" python install --quiet 3.12 >&2 && "$uv" python find --managed-python 3.12 ||
     { say "uv could not fetch Python 3.12: install it, or give PYTHON=/path/to/python3.12"; return 1; }
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_local_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -203,6 +205,76 @@ def test_experts(layout: Layout, dispatcher: str) -> None:
     changes = {**MOE, "moe_token_dispatcher_type": dispatcher}
     got = run_ranks(layout.world_size, _train_step, layout, changes, False)[0]
     _assert_equal(got, _reference({**MOE, "moe_token_dispatcher_type": "allgather"}))
+
+
+_DOCUMENTS = (5, 3, 8)
+
+
+def _documents(rank: int, cp: int, packed: bool) -> Any:
+    """Losses of every token of three documents, and the gradients of their sum.
+
+    `packed`: in one sequence (under CP each padded to a multiple of 2·cp), else one by one.
+    """
+    from megatron.core import parallel_state
+
+    layout = Layout(cp=cp)
+    init(layout)
+    config = config_for(layout, window_size=(4, 0), window_attn_skip_freq=2)
+    model = build(config)
+    initialise(model, vocab_size=VOCAB)
+    cp_rank = parallel_state.get_context_parallel_rank()
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(VOCAB, (n + 1,), generator=generator) for n in _DOCUMENTS]
+    losses = {}
+    if not packed:
+        for i, row in enumerate(rows):
+            positions = torch.arange(len(row) - 1)[None]
+            losses[i] = model(row[None, :-1], positions, None, labels=row[None, 1:])[0]
+        total = sum(x.sum() for x in losses.values())
+    else:
+        lengths = [n if cp == 1 else -(-n // (2 * cp)) * 2 * cp for n in _DOCUMENTS]
+        ends, padded = ([0, *accumulate(x)] for x in (_DOCUMENTS, lengths))
+        own, tokens, labels = [], [], []
+        for row, length in zip(rows, lengths, strict=True):
+            chunks = torch.arange(length).view(2 * cp, -1) if cp > 1 else None
+            mine = (
+                torch.arange(length)
+                if chunks is None
+                else chunks[[cp_rank, 2 * cp - 1 - cp_rank]].flatten()
+            )
+            text = F.pad(row, (0, length + 1 - len(row)))
+            own.append(mine)
+            tokens.append(text[:-1][mine])
+            labels.append(text[1:][mine])
+        real, memory = (torch.tensor(x, dtype=torch.int32) for x in (ends, padded))
+        longest = max(lengths)
+        packing = PackedSeqParams("thd", real, real, memory, memory, longest, longest)
+        found = model(
+            torch.cat(tokens)[None],
+            torch.cat(own)[None],
+            None,
+            labels=torch.cat(labels)[None],
+            packed_seq_params=packing,
+        )[0]
+        counted = [mine < n for mine, n in zip(own, _DOCUMENTS, strict=True)]
+        total = found[torch.cat(counted)].sum()
+        for i, part in enumerate(found.split([len(x) for x in own])):
+            whole = torch.zeros(_DOCUMENTS[i])
+            losses[i] = whole.index_copy(0, own[i][counted[i]], part[counted[i]])
+    total.backward()
+    gathered = torch.cat([losses[i].detach() for i in range(len(rows))])
+    if packed:
+        torch.distributed.all_reduce(gathered)
+    for parameter in model.parameters():
+        torch.distributed.all_reduce(parameter.grad)
+    return gathered, full_gradients([model], vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_packed_documents_are_as_if_alone(cp: int) -> None:
+    """Odd lengths, RoPE, windows: losses and gradients of the whole model."""
+    got = run_ranks(cp, _documents, cp, True)[0]
+    _assert_equal(got, run_ranks(1, _documents, 1, False)[0])
 
 
 def _plain_and_ours(rank: int, changes: dict[str, Any], moe: bool) -> bool:

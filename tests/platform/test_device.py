@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -137,3 +140,34 @@ def test_tracker_draws_are_its_own() -> None:
     assert not torch.equal(a0, b0)
     assert not torch.equal(b0, b1)
     assert torch.equal(c0, c1)
+
+
+def _freed_while_sent(rank: int) -> torch.Tensor | None:
+    """What the schedules do to an output that has been sent: `out.data = …`."""
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    common: dict[str, Any] = {"group": torch.distributed.group.WORLD}
+    nothing = {"tensor_send_prev": None, "tensor_recv_next": None}
+    neighbours = {"prev_pipeline_rank": 1 - rank, "next_pipeline_rank": 1 - rank}
+    if rank == 0:
+        # Large enough to be given back to the system when it is freed, and to fill the socket.
+        sent: Any = torch.arange(4_000_000.0)
+        received = None
+        requests = p2p_communication._p2p_ops(
+            tensor_send_next=sent, tensor_recv_prev=None, **common, **nothing, **neighbours
+        )
+        sent.data = torch.empty(1)
+    else:
+        time.sleep(0.3)
+        received = torch.empty(4_000_000)
+        requests = p2p_communication._p2p_ops(
+            tensor_send_next=None, tensor_recv_prev=received, **common, **nothing, **neighbours
+        )
+    for request in requests.values():
+        request.wait()
+    return received
+
+
+def test_a_sent_tensor_may_be_freed() -> None:
+    _, received = run_ranks(2, _freed_while_sent)
+    assert torch.equal(received, torch.arange(4_000_000.0))

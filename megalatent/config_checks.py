@@ -40,6 +40,9 @@ _REQUIRED = {
 }
 
 
+_EMERGING_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
+
+
 def check(config: Config, world_size: int) -> None:
     """Raise a `UserError` for the first contradiction in `config` on `world_size` processes."""
     args = parse(config.megatron_argv())
@@ -49,6 +52,7 @@ def check(config: Config, world_size: int) -> None:
     check_parallel(args, world_size)
     _check_batches(args)
     _check_phases(config, args)
+    _check_recomputation(config, args)
     check_files(args, config.latent.passes.costs)
     _check_by_megatron(args, world_size)
 
@@ -96,6 +100,24 @@ def _check_values(args: argparse.Namespace) -> None:
         raise UserError(
             f"megatron.min_lr: {args.min_lr:g} is above lr: {args.lr:g}: give less, or leave it out"
         )
+    decays = args.lr_decay_iters or args.train_iters
+    if args.lr_warmup_iters and decays and args.lr_warmup_iters >= decays:
+        raise UserError(
+            f"megatron.lr_warmup_iters: {args.lr_warmup_iters} leaves nothing of the {decays} steps"
+            " of lr_decay_iters or train_iters: give fewer"
+        )
+    if args.hybrid_layer_pattern is not None:
+        raise UserError(
+            f"megatron.hybrid_layer_pattern: {args.hybrid_layer_pattern!r} builds a hybrid model,"
+            " which cannot be fused yet: leave it out"
+        )
+    if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
+        raise UserError(
+            f"megatron.context_parallel_size: {args.context_parallel_size} splits each document in"
+            f" {2 * args.context_parallel_size} equal parts, and with"
+            " dataloader_inter_document_masking documents have any length: use reset_attention_mask"
+            " and reset_position_ids, or context_parallel_size: 1"
+        )
     if args.max_position_embeddings < args.seq_length:
         raise UserError(
             f"megatron.max_position_embeddings: {args.max_position_embeddings} is below seq_length:"
@@ -129,19 +151,21 @@ def _check_values(args: argparse.Namespace) -> None:
 
 
 def _check_packages(args: argparse.Namespace) -> None:
-    needed = {
-        "transformer_engine": ("transformer_impl", "transformer_engine", "gpu"),
-        "emerging_optimizers": ("optimizer", args.optimizer, "optim"),
-    }
-    if args.optimizer in ("adam", "sgd"):
-        del needed["emerging_optimizers"]
-    if args.transformer_impl != "transformer_engine":
-        del needed["transformer_engine"]
-    for package, (name, value, extra) in needed.items():
+    """Optional packages that an option asks for; `pip install 'megalatent[extra]'` brings them."""
+    hf_tokenizers = ("HuggingFaceTokenizer", "SFTTokenizer")
+    for package, name, asked, extra in (
+        ("transformer_engine", "transformer_impl", ("transformer_engine",), "gpu"),
+        ("emerging_optimizers", "optimizer", _EMERGING_OPTIMIZERS, "optim"),
+        ("transformers", "tokenizer_type", hf_tokenizers, "hf"),
+        ("wandb", "wandb_project", (args.wandb_project or None,), "wandb"),
+    ):
+        value = getattr(args, name)
+        if value is None or value not in asked:
+            continue
         if importlib.util.find_spec(package) is None:
             raise UserError(
                 f"megatron.{name}: {value!r} needs the package {package}, which is not installed:"
-                f" install it (pip install 'megalatent[{extra}]'), or choose another {name}"
+                f" install it (pip install 'megalatent[{extra}]'), or change {name}"
             )
 
 
@@ -167,6 +191,15 @@ def _check_batches(args: argparse.Namespace) -> None:
             f"megatron.eval_global_batch_size: {evaluated} is not a multiple of {each} ="
             f" eval_micro_batch_size {each // args.data_parallel_size} x {args.data_parallel_size}"
             " data-parallel ranks: change one"
+        )
+
+
+def _check_recomputation(config: Config, args: argparse.Namespace) -> None:
+    given = args.recompute_granularity or ("selective" if args.recompute_activations else None)
+    if given is not None and config.latent.passes.recomputes:
+        raise UserError(
+            f"megatron.recompute_granularity: {given!r} is given besides latent.passes.recompute,"
+            " which switches full recomputation pass by pass: keep one"
         )
 
 

@@ -176,6 +176,13 @@ class PassesConfig:
         """The largest K that training can draw."""
         return max(k for phase in self.schedule for k, share in phase.mixture.items() if share > 0)
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether any pass of any micro-batch is recomputed."""
+        given = self.recompute
+        modes = given.values() if isinstance(given, Mapping) else [given]
+        return any(mode != "never" for mode in modes)
+
     def recompute_for(self, passes: int) -> Recompute:
         """What a micro-batch of `passes` passes recomputes in its backward."""
         if isinstance(self.recompute, Mapping):

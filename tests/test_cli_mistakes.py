@@ -55,6 +55,20 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, tuple[str, ...]]] = {
     "norm choice": ({"fusion": {"input_norm": "al"}}, {}, 1, ("input_norm", "'all'")),
     "jitter": ({"fusion": {"jitter": -1}}, {}, 1, ("jitter", "0 or more")),
     "mixin type": ({"fusion": {"prefix_mixin": 1}}, {}, 1, ("prefix_mixin", "true or false")),
+    "warm-up": ({}, {"lr_warmup_iters": 10}, 1, ("lr_warmup_iters: 10", "10 steps")),
+    "hybrid": ({}, {"hybrid_layer_pattern": "M*M*"}, 1, ("hybrid_layer_pattern", "leave it out")),
+    "recomputed twice": (
+        {"passes": {"recompute": "extra"}},
+        {"recompute_granularity": "selective"},
+        1,
+        ("recompute_granularity", "keep one"),
+    ),
+    "packed CP": (
+        {},
+        {"context_parallel_size": 2, "dataloader_inter_document_masking": True},
+        2,
+        ("context_parallel_size: 2", "reset_attention_mask"),
+    ),
     # Passes.
     "K = 0": ({"passes": {"schedule": 0}}, {}, 1, ("schedule: 0", "K >= 1")),
     "K = 0 in a mixture": ({"passes": {"schedule": {0: 1.0}}}, {}, 1, ("K >= 1",)),

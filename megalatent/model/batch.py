@@ -12,7 +12,7 @@ from torch import Tensor
 from megalatent.kernels.philox import philox4x32
 from megalatent.model.shift import SequenceSlice, exchange_boundary_rows
 
-__all__ = ["FusedRows", "MicroBatch", "RowSettings", "document_starts"]
+__all__ = ["FusedRows", "MicroBatch", "RowSettings", "document_starts", "response_tokens"]
 
 _PREFIX_DOMAIN = 0x70726566  # "pref"
 
@@ -45,6 +45,8 @@ class FusedRows:
         piece: this rank's positions of a row; of all rows laid end to end if ``flat``.
         flat: packed (THD) layout, in which the micro-batch is one sequence of ``b * S``.
         settings: draws.
+        responses: ``[b, S]`` bool over whole rows: tokens of a response, the only ones that are
+            fused (Recycler's fine-tuning with ``k_prefill`` 1); None fuses prompts as well.
     """
 
     starts: Tensor
@@ -52,6 +54,7 @@ class FusedRows:
     piece: SequenceSlice
     flat: bool
     settings: RowSettings
+    responses: Tensor | None = None
     _fused: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -99,6 +102,8 @@ class FusedRows:
         key = (k if mixin else 0, mixin)
         if key not in self._fused:
             fused = ~self.starts
+            if self.responses is not None:
+                fused = fused & self.responses
             if mixin:
                 first, _ = self._documents
                 position = torch.arange(first.shape[1], device=first.device)
@@ -153,6 +158,16 @@ class MicroBatch:
     attention_mask: Tensor | None = None
     packed_seq_params: Any = None
     latent: FusedRows | None = None
+
+
+def response_tokens(loss_mask: Tensor) -> Tensor:
+    """Tokens of responses, ``[b, S]`` bool, from a loss mask that marks what predicts them.
+
+    The masks are one position apart: position t has a loss where token t + 1 is of a response.
+    """
+    responses = torch.zeros_like(loss_mask, dtype=torch.bool)
+    responses[:, 1:] = loss_mask[:, :-1] > 0
+    return responses
 
 
 def document_starts(tokens: Tensor, end_of_document: int | None, cu_seqlens: Any) -> Tensor:

@@ -14,7 +14,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_tp_rank
 from torch import Tensor
 
-from megalatent.model.batch import FusedRows, MicroBatch, RowSettings, document_starts
+from megalatent.model.batch import (
+    FusedRows,
+    MicroBatch,
+    RowSettings,
+    document_starts,
+    response_tokens,
+)
 from megalatent.model.shift import (
     context_parallel_positions,
     document_parallel_positions,
@@ -48,6 +54,7 @@ class DataSettings:
         attention_mask: the dataset gives attention masks.
         rows: draws of the fusion; None for a model without one.
         sequence_parallel: states are split over TP between layers.
+        plain_prompts: only tokens of responses are fused (``latent.sft.k_prefill: 1``).
     """
 
     seq_length: int
@@ -56,6 +63,7 @@ class DataSettings:
     attention_mask: bool = False
     rows: RowSettings | None = None
     sequence_parallel: bool = False
+    plain_prompts: bool = False
 
 
 def micro_batch_from(
@@ -74,6 +82,7 @@ def micro_batch_from(
     cp_rank = parallel_state.get_context_parallel_rank()
     tokens, cu_seqlens = raw["tokens"], raw.get("cu_seqlens")
     starts = document_starts(tokens, settings.end_of_document, cu_seqlens)
+    responses = response_tokens(raw["loss_mask"]) if settings.plain_prompts else None
     flat = cu_seqlens is not None
     packed_seq_params, boundaries = None, None
     if flat:
@@ -109,7 +118,12 @@ def micro_batch_from(
             device=device,
         )
         latent = FusedRows(
-            starts=starts, samples=samples, piece=piece, flat=flat, settings=settings.rows
+            starts=starts,
+            samples=samples,
+            piece=piece,
+            flat=flat,
+            settings=settings.rows,
+            responses=responses,
         )
     return MicroBatch(
         tokens=local("tokens"),

@@ -47,7 +47,7 @@ def run(config: Config) -> None:
     sys.argv = [sys.argv[0], *config.megatron_argv()]
     args = parse_and_validate_args()
     args.latent_config = config.resolved()["latent"]
-    if _recomputes(config):
+    if config.latent.passes.recomputes:
         args.recompute_granularity = "full"
         args.recompute_method = "uniform"
         args.recompute_num_layers = 1
@@ -60,11 +60,6 @@ def run(config: Config) -> None:
     training.pretrain(
         container, dataset_provider, ModelType.encoder_or_decoder, forward_step_func=None
     )
-
-
-def _recomputes(config: Config) -> bool:
-    mode = config.latent.passes.recompute
-    return any(m != "never" for m in ([mode] if isinstance(mode, str) else mode.values()))
 
 
 class Session:

@@ -52,6 +52,7 @@ def make_schedule(config: Config, args: Any) -> LatentSchedule:
         attention_mask=args.create_attention_mask_in_dataloader,
         rows=rows,
         sequence_parallel=args.sequence_parallel,
+        plain_prompts=latent.sft.k_prefill == 1,
     )
 
     def position() -> StepPosition:

@@ -67,6 +67,7 @@ class Setup:
     ddp: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     std: float = 0.1
+    plain_prompts: bool = False
 
     def latent(self) -> LatentConfig:
         fuses = self.fusion != "none"
@@ -248,6 +249,7 @@ class Rig:
             attention_mask=not setup.thd,
             rows=rows,
             sequence_parallel=self.layout.sp,
+            plain_prompts=setup.plain_prompts,
         )
         return LatentSchedule(
             latent,

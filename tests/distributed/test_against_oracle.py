@@ -66,6 +66,7 @@ def _oracle_step(setup: Setup, parameters: Tensors) -> tuple[dict[int, float], T
             passes,
             setup.fusion,
             prefix_lengths=prefixes,
+            fused_masks=dict.fromkeys(later, _responses(raw)) if setup.plain_prompts else {},
             jitter=jitter,
             input_norm=setup.input_norm,
             loss_weighting=setup.weighting,
@@ -82,6 +83,15 @@ def _oracle_step(setup: Setup, parameters: Tensors) -> tuple[dict[int, float], T
     }
 
 
+def _responses(raw: Tensors) -> torch.Tensor:
+    """Tokens of responses: token t + 1 belongs to one where position t has a loss."""
+    marks = torch.zeros_like(raw["tokens"], dtype=torch.bool)
+    for row, mask in zip(marks, raw["loss_mask"], strict=True):
+        for t in range(1, len(mask)):
+            row[t] = bool(mask[t - 1])
+    return marks
+
+
 @pytest.mark.parametrize("fusion", ["gated", "additive", "concat"])
 def test_losses_and_every_gradient_equal_the_oracle(fusion: str) -> None:
     base = Setup(fusion=fusion)
@@ -92,6 +102,7 @@ def test_losses_and_every_gradient_equal_the_oracle(fusion: str) -> None:
         replace(base, passes=(3, 1, 2, 1)),
         replace(base, passes=(2, 3), weighting="sum", lambda_=1.0),
         replace(base, passes=(3, 2), packed=False, jitter=0.0, prefix_mixin=False),
+        replace(base, passes=(3, 2), plain_prompts=True, prefix_mixin=False),
         *([] if fusion == "additive" else [replace(base, passes=(3, 2), input_norm="all")]),
     ]
     outcomes = run_ranks(1, _step, setups, timeout=120)[0]

@@ -66,6 +66,11 @@ COMMANDS = (
         help="generate text from an exported model",
         module="megalatent.hf.generate_command",
     ),
+    Command(
+        name="doctor",
+        help="show what is installed, built and running here, and why not",
+        module="megalatent.doctor",
+    ),
 )
 
 

@@ -16,7 +16,7 @@ from megalatent.kernels.extension import cpu_library, cuda_library
 from megalatent.kernels.ops import OpBackend
 from megalatent.kernels.reference import ReferenceBackend
 
-__all__ = ["compiled_op_obstacle", "select", "triton_obstacle"]
+__all__ = ["compiled_op_obstacle", "select", "sentence", "triton_obstacle"]
 
 _LOG = logging.getLogger(__name__)
 _CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,20 +48,20 @@ def _select(setting: KernelSetting, device_type: str, dtype: torch.dtype) -> Bac
         _auto(device_type, dtype) if setting == "auto" else _named(setting, device_type, dtype)
     )
     if not (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0):
-        _LOG.info("fusion kernels for %s on %s: %s", dtype, device_type, _sentence(backend))
+        _LOG.info("fusion kernels for %s on %s: %s", dtype, device_type, sentence(backend))
     return backend
 
 
 def _auto(device_type: str, dtype: torch.dtype) -> Backend:
     no_op = compiled_op_obstacle(device_type, dtype)
     if no_op is None:
-        return OpBackend("cuda", "auto, the compiled op is there", "megalatent")
+        return OpBackend("cuda", "auto: it is built and runs here", "megalatent")
     if device_type == "cpu":
-        return ReferenceBackend(f"auto, no compiled op: {no_op}")
+        return ReferenceBackend(f"auto: no compiled op, {no_op}")
     no_triton = triton_obstacle(device_type, dtype)
     if no_triton is None:
-        return _triton(f"auto, no compiled op: {no_op}")
-    return ReferenceBackend(f"auto, no compiled op: {no_op}; no Triton: {no_triton}")
+        return _triton(f"auto: no compiled op, {no_op}")
+    return ReferenceBackend(f"auto: no compiled op, {no_op}; no Triton, {no_triton}")
 
 
 def _named(setting: KernelSetting, device_type: str, dtype: torch.dtype) -> Backend:
@@ -130,7 +130,8 @@ def _triton(reason: str) -> Backend:
     return OpBackend("triton", reason, "megalatent_triton")
 
 
-def _sentence(backend: Backend) -> str:
+def sentence(backend: Backend) -> str:
+    """The implementation and its reason, for people: "the compiled op (as configured)"."""
     names = {
         "cuda": "the compiled op",
         "triton": "Triton",

@@ -12,9 +12,10 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from megalatent.errors import UserError
 
 __all__ = ["REPORT_NAME", "LibraryState", "build_report", "cpu_library", "cuda_library"]
 
@@ -27,12 +28,13 @@ _REMEDY = "run `make kernels`, or `python kernels/build.py` in a checkout"
 class LibraryState:
     """Whether one library is loaded; if not, why and what to do.
 
-    `information` is what the library says of its own build: `sources` (hash), `architectures`.
+    `information` is what the library says of its own build: `sources` (a hash), and for CUDA
+    `architectures` ("90;100+PTX").
     """
 
     loaded: bool
     reason: str
-    information: dict[str, Any]
+    information: dict[str, str]
 
 
 @functools.cache
@@ -48,13 +50,17 @@ def cpu_library() -> LibraryState:
 
 @functools.cache
 def cuda_library() -> LibraryState:
-    """Load the CUDA kernels of the operators, once per process; loads the CPU library first."""
+    """Load the CUDA kernels of the operators, once per process; loads the CPU library first.
+
+    Raises:
+        UserError: the two libraries were built from different sources.
+    """
     cpu = cpu_library()
     if not cpu.loaded:
         return LibraryState(False, f"the CPU library it builds on is missing: {cpu.reason}", {})
     state = _load("cuda")
     if state.loaded and state.information["sources"] != cpu.information["sources"]:
-        raise RuntimeError(
+        raise UserError(
             "the CPU and CUDA kernel libraries were built from different sources; "
             "build both again with `make kernels`"
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +62,6 @@ class Lab:
     def __init__(self, folder: Path, nodes: int) -> None:
         self.environment = {
             **os.environ,
-            # sockets have a length limit, so not below pytest's own folder
             "LOCAL_SLURM_DIR": str(folder),
             "LOCAL_SLURM_NODES": str(nodes),
             "LOCAL_SLURM_PORT": str(_free_ports(nodes + 101)),
@@ -88,15 +89,25 @@ class Lab:
         return done.stdout
 
 
-def start_lab(folder: Path, nodes: int) -> Lab:
-    """Start a local Slurm, or skip with the reason where this machine cannot run one."""
+@contextlib.contextmanager
+def lab_for_tests(nodes: int) -> Iterator[Lab]:
+    """A local Slurm that this process's commands talk to.
+
+    Skips, with the reason, where this machine cannot run one.
+    """
+    # sockets have a length limit, so not in pytest's own folder
+    folder = Path(tempfile.mkdtemp(prefix="lab", dir="/tmp"))
+    folder.rmdir()
     lab = Lab(folder, nodes)
     for action in ("install", "up"):
         done = lab.tool(action)
         if done.returncode == 77:
-            pytest.skip(done.stderr.strip().splitlines()[-1])
+            pytest.skip(f"no local Slurm: {done.stderr.strip().splitlines()[-1]}")
         assert done.returncode == 0, done.stderr
-    return lab
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", lab.environment["SLURM_CONF"])
+        yield lab
+    lab.tool("down")
 
 
 def _free_ports(count: int) -> int:
@@ -136,11 +147,11 @@ class Run:
         raise TimeoutError(f"{what}: not within {seconds} s\n{self.story()}")
 
     def wait_for_iteration(self, iteration: int) -> None:
-        self.wait(f"iteration {iteration}", lambda: self.iteration() >= iteration)
+        self.wait(f"iteration {iteration}", lambda: self.iteration() >= iteration, 600)
 
-    def wait_for_end(self) -> State:
+    def wait_for_end(self, seconds: float = 240) -> State:
         ends = ("finished", "failed", "cancelled", "stopped")
-        return self.wait("the end", lambda: self.state.status in ends and self.state)
+        return self.wait("the end", lambda: self.state.status in ends and self.state, seconds)
 
     def wait_for_jobs(self) -> None:
         """Until none of the run's jobs is in the queue any more."""

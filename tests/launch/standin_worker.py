@@ -6,7 +6,8 @@ Every step needs all ranks (a sum over TCP), the loss depends on every sample se
 their order, checkpoints are written file by file in Megatron's order, SIGTERM means save and stop.
 
 From the environment: STANDIN_STEP_SECONDS, STANDIN_SAVE_SECONDS, and STANDIN_FAULT, a list of
-WHAT:RANK:ITERATION[:always] with WHAT one of kill, stop (signals to itself), raise, nan, hang.
+WHAT:RANK:ITERATION[:always] with WHAT one of kill, stop (signals to itself), raise, nan, hang,
+pause (until SIGTERM or the file `go` in the run folder) and half (hang in the middle of a save).
 Without `always` a fault happens once in the life of the run folder.
 """
 
@@ -86,9 +87,9 @@ class Faults:
         self.folder = folder
         self.items = [x.split(":") for x in os.environ.get("STANDIN_FAULT", "").split(",") if x]
 
-    def due(self, iteration: int) -> str | None:
+    def due(self, iteration: int, saving: bool = False) -> str | None:
         for number, (what, rank, at, *always) in enumerate(self.items):
-            if int(rank) != RANK or int(at) != iteration:
+            if int(rank) != RANK or int(at) != iteration or (what == "half") is not saving:
                 continue
             mark = self.folder / f"fault-{number}"
             if not always and mark.exists():
@@ -102,7 +103,9 @@ def number_of(sample: int) -> float:
     return int.from_bytes(hashlib.sha256(str(sample).encode()).digest()[:4], "big") / 2**32
 
 
-def save(folder: Path, ring: Ring, iteration: int, samples: int, weight: float) -> None:
+def save(
+    folder: Path, ring: Ring, faults: Faults, iteration: int, samples: int, weight: float
+) -> None:
     target = folder / f"iter_{iteration:07d}"
     target.mkdir(exist_ok=True)
     if RANK == 0:
@@ -111,7 +114,7 @@ def save(folder: Path, ring: Ring, iteration: int, samples: int, weight: float) 
     with (target / f"__{RANK}_0.distcp").open("w") as stream:
         stream.write(shard[:5])
         stream.flush()
-        time.sleep(SAVE_SECONDS)
+        time.sleep(3600 if faults.due(iteration, saving=True) else SAVE_SECONDS)
         stream.write(shard[5:])
     ring.sum(0)
     if RANK == 0:
@@ -157,6 +160,9 @@ def main() -> int:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "hang":
             time.sleep(3600)
+        elif fault == "pause":
+            while not stopping and not (folder / "go").exists():
+                time.sleep(0.05)
         elif fault == "raise":
             raise RuntimeError(f"the machine is on fire at iteration {iteration}")
         elif fault == "nan":
@@ -178,10 +184,10 @@ def main() -> int:
         if RANK == 0:
             print(f"iteration {iteration} loss {weight:.9f}", flush=True)
         if ring.sum(float(stopping)) > 0:
-            save(folder, ring, iteration, samples, weight)
+            save(folder, ring, faults, iteration, samples, weight)
             return 0
         if iteration % given["save_interval"] == 0 or iteration == given["train_iters"]:
-            save(folder, ring, iteration, samples, weight)
+            save(folder, ring, faults, iteration, samples, weight)
     return 0
 
 

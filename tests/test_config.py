@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,23 @@ def test_checks_leave_the_environment_and_cuda_alone(monkeypatch: pytest.MonkeyP
 )
 def test_good_layouts_pass(world_size: int, options_: dict[str, Any]) -> None:
     config(position_embedding_type="rope", **options_).check(world_size)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "given"),
+    [
+        ("emerging_optimizers", "optim", {"optimizer": "muon"}),
+        ("transformers", "hf", {"tokenizer_type": "HuggingFaceTokenizer"}),
+        ("wandb", "wandb", {"wandb_project": "passes"}),
+        ("transformer_engine", "gpu", {"transformer_impl": "transformer_engine"}),
+    ],
+)
+def test_a_missing_package_is_named(
+    package: str, extra: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
+    )
+    with pytest.raises(UserError, match=rf"needs the package {package}.*megalatent\[{extra}\]"):
+        config(**given).check(1)

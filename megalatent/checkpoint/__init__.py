@@ -1,0 +1,1 @@
+"""Checkpoints: loading plain and latent ones."""

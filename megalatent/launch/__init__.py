@@ -1,0 +1,1 @@
+"""Starting runs: local processes and Slurm jobs."""

@@ -1,0 +1,1 @@
+"""Training: the multi-pass step and its hooks into Megatron."""

@@ -123,7 +123,9 @@ def _keep_common_step(part: Any, shards: list[Tensor]) -> None:
     inner = part.optimizer
     if part.init_state_fn is not None:
         part.init_state_fn(inner, getattr(part, "config", None))
-    if any("step" in group for group in inner.param_groups):
+    # Fused Adams count in the group. So do, idly, torch's own once they have been loaded.
+    own_steps = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+    if not own_steps and any("step" in group for group in inner.param_groups):
         return
     for shard in shards:
         state = inner.state[shard]

@@ -112,7 +112,7 @@ class Outcome:
         steps: every count of steps found in the optimiser's states.
         printed: what the rank printed.
         exit_code: of `sys.exit`, or None if the run came to its end.
-        kept: what `each_step` returned, step by step.
+        kept: what `each_step` returned: first before any step, then step by step.
     """
 
     log: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -159,7 +159,8 @@ def configuration(
     }
 
 
-# Called after a step with the wrapped chunks, Megatron's optimiser and the step's number, from 1.
+# Called with the wrapped chunks, Megatron's optimiser and the number of steps done, before the first
+# step and after each.
 EachStep = Callable[[list[Any], Any, int], Any]
 
 
@@ -184,7 +185,7 @@ def train(
 
     Args:
         plain_megatron: nothing of ours but the datasets: Megatron's model, schedule and loss.
-        each_step: called on every rank after each step; its results are kept.
+        each_step: called on every rank before the first step and after each; its results are kept.
         prepare: called on every rank before the run, for patches.
 
     Raises:
@@ -232,6 +233,8 @@ def _observe(job: _Job, outcome: Outcome, made: dict[str, Any]) -> None:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         result = setup(*args, **kwargs)
         made["chunks"], made["optimizer"] = result[0], result[1]
+        if job.each_step is not None:
+            outcome.kept.append(job.each_step(result[0], result[1], training.get_args().iteration))
         return result
 
     @functools.wraps(log)

@@ -12,6 +12,7 @@ from tests.hf.reference import FBT, MOE, Reference, prompts, tiny_model
 FUSIONS = ["gated", "additive", "concat"]
 # mode, prefill_passes (None: the mode's own), passes over the prompt
 DECODINGS = [("standard", None, 1), ("soft", None, 1), ("fused", None, 2), ("fused", 4, 4)]
+CACHES = [None, "static"]
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
 
@@ -29,20 +30,20 @@ def greedy(model, ids, count, **options):
     return out.sequences[:, ids.shape[1] :], states
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize(("mode", "passes", "total"), DECODINGS)
 @pytest.mark.parametrize("fusion", FUSIONS)
-def test_cached_decoding_is_the_uncached_recurrence(fusion, mode, passes, total, cache) -> None:
+def test_cached_decoding_is_the_uncached_recurrence(fusion, mode, passes, total) -> None:
     # The sliding layers' window of 5 is exceeded by the prompt and by the text.
     model = tiny_model(fusion=fusion, **FBT)
     ids = prompts(2, 7)
-    texts, states = greedy(
-        model, ids, 8, mode=mode, prefill_passes=passes, cache_implementation=cache
-    )
-    for row in range(2):
-        tokens, expected = Reference(model).generate(ids[row], 8, mode, total)
-        assert texts[row].tolist() == tokens
-        assert (states[row] - expected).abs().max() < 1e-4
+    answers = [Reference(model).generate(row, 8, mode, total) for row in ids]
+    for cache in CACHES:
+        texts, states = greedy(
+            model, ids, 8, mode=mode, prefill_passes=passes, cache_implementation=cache
+        )
+        for text, state, (tokens, expected) in zip(texts, states, answers, strict=True):
+            assert text.tolist() == tokens
+            assert (state - expected).abs().max() < 1e-4
 
 
 def test_the_modes_write_different_texts() -> None:
@@ -65,13 +66,13 @@ def test_the_modes_write_different_texts() -> None:
     ],
     ids=["input-norm-all", "all-sliding", "moe-untied", "eager"],
 )
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_other_models_decode_as_their_recurrence(settings: dict, cache: str | None) -> None:
+def test_other_models_decode_as_their_recurrence(settings: dict) -> None:
     model, ids = tiny_model(**settings), prompts(1, 6)
-    texts, states = greedy(model, ids, 6, mode="fused", cache_implementation=cache)
     tokens, expected = Reference(model).generate(ids[0], 6, "fused", 2)
-    assert texts[0].tolist() == tokens
-    assert (states[0] - expected).abs().max() < 1e-4
+    for cache in CACHES:
+        texts, states = greedy(model, ids, 6, mode="fused", cache_implementation=cache)
+        assert texts[0].tolist() == tokens
+        assert (states[0] - expected).abs().max() < 1e-4
 
 
 def test_a_prompt_of_one_token_is_a_prefill() -> None:
@@ -102,22 +103,24 @@ def test_fused_prefill_is_the_multi_pass_forward(passes: int) -> None:
     assert torch.equal(out.past_key_values.state, out.hidden_states[0][-1][:, -1:])
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("mode", ["standard", "soft", "fused"])
-def test_a_left_padded_batch_decodes_as_its_rows_alone(mode: str, cache: str | None) -> None:
+def test_a_left_padded_batch_decodes_as_its_rows_alone(mode: str) -> None:
     model, ids = tiny_model(**FBT), prompts(3, 8)
-    lengths = [8, 3, 1]
+    lengths, passes = [8, 3, 1], 2 if mode == "fused" else 1
     mask = torch.zeros_like(ids)
     for row, length in enumerate(lengths):
         mask[row, 8 - length :] = 1
-    texts, states = greedy(
-        model, ids * mask, 7, attention_mask=mask, mode=mode, cache_implementation=cache
-    )
-    for row, length in enumerate(lengths):
-        passes = 2 if mode == "fused" else 1
-        tokens, expected = Reference(model).generate(ids[row, 8 - length :], 7, mode, passes)
-        assert texts[row].tolist() == tokens
-        assert (states[row] - expected).abs().max() < 1e-4
+    answers = [
+        Reference(model).generate(row[8 - length :], 7, mode, passes)
+        for row, length in zip(ids, lengths, strict=True)
+    ]
+    for cache in CACHES:
+        texts, states = greedy(
+            model, ids * mask, 7, attention_mask=mask, mode=mode, cache_implementation=cache
+        )
+        for text, state, (tokens, expected) in zip(texts, states, answers, strict=True):
+            assert text.tolist() == tokens
+            assert (state - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
@@ -159,27 +162,26 @@ def test_after_an_end_of_document_token_decoding_starts_plain() -> None:
 # -- beams, samples, stops, streams
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize(("mode", "passes"), [("standard", 1), ("soft", 1), ("fused", 2)])
-def test_beam_search_is_brute_force_over_the_recurrence(mode, passes, cache) -> None:
+def test_beam_search_is_brute_force_over_the_recurrence(mode: str, passes: int) -> None:
     model, ids = tiny_model(initializer_range=0.08, **FBT), prompts(2, 5)
-    out = model.generate(
-        ids,
-        mode=mode,
-        num_beams=3,
-        num_return_sequences=3,
-        max_new_tokens=5,
-        length_penalty=0.0,
-        return_dict_in_generate=True,
-        output_scores=True,
-        cache_implementation=cache,
-        **GREEDY,
-    )
-    for row in range(2):
-        texts, scores = Reference(model).beam_search(ids[row], 5, 3, mode, passes)
-        ours = slice(3 * row, 3 * row + 3)
-        assert out.sequences[ours, 5:].tolist() == texts
-        assert torch.allclose(out.sequences_scores[ours], torch.tensor(scores), atol=1e-4)
+    answers = [Reference(model).beam_search(row, 5, 3, mode, passes) for row in ids]
+    for cache in CACHES:
+        out = model.generate(
+            ids,
+            mode=mode,
+            num_beams=3,
+            num_return_sequences=3,
+            max_new_tokens=5,
+            length_penalty=0.0,
+            return_dict_in_generate=True,
+            output_scores=True,
+            cache_implementation=cache,
+            **GREEDY,
+        )
+        assert out.sequences[:, 5:].tolist() == [text for texts, _ in answers for text in texts]
+        scores = torch.tensor([score for _, scores in answers for score in scores])
+        assert torch.allclose(out.sequences_scores, scores, atol=1e-4)
 
 
 def test_beams_that_leave_the_state_behind_would_show(monkeypatch) -> None:

@@ -1,0 +1,140 @@
+"""Short training runs on a card: losses against the CPU's, memory for each K, FP8."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tools.gpu_check_report import Outcome
+
+__all__ = ["against_cpu", "fp8"]
+
+PASSES = (1, 2, 3)
+# bfloat16 keeps 8 bits: losses near 6 then differ by some 1e-2.
+LOSS_TOLERANCE = 0.02
+RUN_SECONDS = 200
+_MAX_ALLOCATED = re.compile(r"max allocated: ([0-9.]+)")
+
+
+def against_cpu(device: str) -> Iterator[Outcome]:
+    """Three steps with K = 1, 2, 3: bfloat16 on the card, float32 on the CPU, same seeds."""
+    precision = "bf16" if device == "cuda" else "float32"
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=2) as pool:
+        # The CPU's runs go on beside the card's.
+        cpu = [pool.submit(_train, Path(folder) / f"cpu{k}", k, "cpu", {}) for k in PASSES]
+        for k, reference in zip(PASSES, cpu, strict=True):
+            options = {"bf16": True} if device == "cuda" else {}
+            losses, log = _train(Path(folder) / f"card{k}", k, device, options)
+            wanted, _ = reference.result()
+            worst = _worst(losses, wanted)
+            detail = f"losses differ by {worst:.1e}, allowed {LOSS_TOLERANCE}"
+            passed = worst <= LOSS_TOLERANCE and all(len(row) == k for row in losses)
+            yield Outcome.of(f"K = {k}, {precision} against CPU float32", passed, detail)
+            if device == "cuda":
+                peak = max(map(float, _MAX_ALLOCATED.findall(log)))
+                yield Outcome(f"K = {k}, memory", "measured", f"{peak:.0f} MB at most")
+
+
+def fp8(device: str) -> Iterator[Outcome]:
+    """Training in FP8 with several passes stays close to bfloat16."""
+    name = "K = 2, FP8"
+    if device == "cpu":
+        yield Outcome(name, "skipped", "a rehearsal: FP8 needs a GPU")
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
+        yield Outcome(name, "skipped", "Transformer Engine is not installed")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        plain, _ = _train(Path(folder) / "bf16", 2, device, {"bf16": True})
+        quantised, _ = _train(Path(folder) / "fp8", 2, device, {"bf16": True, "fp8": "hybrid"})
+    worst = _worst(plain, quantised)
+    yield Outcome.of(name, worst <= 0.1, f"losses differ from bfloat16's by {worst:.1e}")
+
+
+def _worst(losses: list[list[float]], others: list[list[float]]) -> float:
+    rows = zip(losses, others, strict=True)
+    return max(abs(a - b) for row, other in rows for a, b in zip(row, other, strict=True))
+
+
+def _train(
+    folder: Path, passes: int, device: str, options: dict[str, Any]
+) -> tuple[list[list[float]], str]:
+    """Losses `[step][pass]` of three steps, and the log.
+
+    Raises:
+        RuntimeError: the run failed; with the last line it wrote.
+    """
+    folder.mkdir(parents=True)
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(_config(folder, passes, device, options)))
+    environment = dict(os.environ)
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    what = f"training with K = {passes} on {device}"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "megalatent.cli", "train", str(config)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=RUN_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{what} took more than {RUN_SECONDS} s") from None
+    if done.returncode != 0:
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        raise RuntimeError(f"{what} failed: {lines[-1] if lines else 'it wrote nothing'}")
+    lines = (folder / "checkpoints" / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
+    return [list(record["loss_per_pass"].values()) for record in records], done.stdout
+
+
+def _config(folder: Path, passes: int, device: str, options: dict[str, Any]) -> dict[str, Any]:
+    megatron: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 256,
+        "ffn_hidden_size": 512,
+        "num_attention_heads": 4,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "position_embedding_type": "rope",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": 512,
+        "mock_data": True,
+        "seq_length": 128,
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "num_workers": 0,
+        "train_iters": 3,
+        "lr": 1.0e-3,
+        "lr_decay_style": "constant",
+        "log_interval": 1,
+        "eval_iters": 0,
+        "save": str(folder / "checkpoints"),
+        "save_interval": 1000,
+    }
+    if device == "cuda" and importlib.util.find_spec("transformer_engine") is None:
+        # Megatron's own layers; the fused kernels of apex and Transformer Engine are not there.
+        megatron |= {
+            "transformer_impl": "local",
+            "no_gradient_accumulation_fusion": True,
+            "no_rope_fusion": True,
+            "no_masked_softmax_fusion": True,
+        }
+    latent = {"fusion": {"kind": "gated"}, "passes": {"schedule": passes, "eval_passes": 1}}
+    return {"latent": latent, "megatron": megatron | options}

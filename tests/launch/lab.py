@@ -233,9 +233,11 @@ def standin_alone(folder: Path, ranks: int, **megatron: Any) -> list[dict[str, A
 
 
 def raw_records(run: Run) -> Iterator[dict[str, Any]]:
-    """Every line of the metrics file, repeated iterations included."""
+    """Every iteration of the metrics file, repeated ones included."""
     for line in run.folder.metrics.read_text().splitlines():
-        yield json.loads(line)
+        record = json.loads(line)
+        if record["kind"] == "train":
+            yield record
 
 
 def same_training(run: Run, reference: Sequence[dict[str, Any]]) -> None:

@@ -159,8 +159,8 @@ def configuration(
     }
 
 
-# Called with the wrapped chunks, Megatron's optimiser and the number of steps done, before the first
-# step and after each.
+# Called with the wrapped chunks, Megatron's optimiser and the number of steps done, before the
+# first step and after each.
 EachStep = Callable[[list[Any], Any, int], Any]
 
 

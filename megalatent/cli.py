@@ -67,6 +67,11 @@ COMMANDS = (
         module="megalatent.hf.generate_command",
     ),
     Command(
+        name="convert",
+        help="convert checkpoints between Megatron and Hugging Face",
+        module="megalatent.checkpoint.convert_command",
+    ),
+    Command(
         name="doctor",
         help="show what is installed, built and running here, and why not",
         module="megalatent.doctor",

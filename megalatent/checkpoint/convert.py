@@ -1,0 +1,390 @@
+"""The two conversions from beginning to end: what is read, decided, written and checked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from megalatent.checkpoint.arguments import config_from_args, megatron_options
+from megalatent.checkpoint.engine import Progress, export_weights, import_weights
+from megalatent.checkpoint.families import find_family
+from megalatent.checkpoint.families.fields import NEUTRAL
+from megalatent.checkpoint.mapping import fusion_rules
+from megalatent.checkpoint.reader import CheckpointReader, SafetensorsReader, check_manifest
+from megalatent.checkpoint.writer import Staging, hash_file
+from megalatent.errors import UserError
+
+__all__ = ["from_hf", "read_model_config", "to_hf"]
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_SILENT: Progress = lambda stage, n, total: None  # noqa: E731
+
+
+def to_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: Path | None = None,
+    max_shard: int = 5 * 10**9,
+    overwrite: bool = False,
+    vocab_size: int | None = None,
+    document_end: int | None = None,
+    check: Callable[[CheckpointReader, Path], dict[str, Any]] | None = None,
+    progress: Progress = _SILENT,
+) -> None:
+    """Export a Megatron checkpoint as a Hugging Face model that loads alone.
+
+    Args:
+        dtype: of all weights; None keeps the checkpoint's.
+        tokenizer: folder with the tokenizer; by default the one that the checkpoint names.
+        max_shard: bytes in a file, unless one tensor is larger.
+        vocab_size: without padding, where neither checkpoint nor tokenizer says it.
+        document_end: token that ends a document, likewise.
+        check: called with the reader and the finished folder before it gets its name; what it
+            returns is kept in the manifest.
+
+    Raises:
+        UserError: see `megalatent.checkpoint.engine`.
+    """
+    reader = CheckpointReader(checkpoint)
+    check_manifest(reader.root)
+    args = reader.args()
+    tokenizer = tokenizer or _named_tokenizer(args)
+    config = _export_config(args, reader, tokenizer, vocab_size, document_end, dtype)
+    made_from = {
+        "checkpoint": str(reader.folder.resolve()),
+        "metadata": hash_file(reader.folder / ".metadata"),
+        "dtype": str(dtype),
+        "max_shard": max_shard,
+        "config": json.loads(config.to_json_string(use_diff=False)),
+    }
+    with _staged(out, made_from, overwrite) as staging:
+        export_weights(
+            reader,
+            staging,
+            find_family("megalatent"),
+            config,
+            dtype=dtype,
+            max_shard=max_shard,
+            progress=progress,
+        )
+        _write_model_files(staging.folder, config, tokenizer)
+        details: dict[str, Any] = {"converted": "to-hf", "from": str(reader.folder)}
+        if check is not None:
+            details["logits"] = check(reader, staging.folder)
+        staging.finish(details)
+
+
+def from_hf(
+    model: Path,
+    out: Path,
+    *,
+    fusion: str | None = None,
+    overwrite: bool = False,
+    transformer_engine: bool = True,
+    check: Callable[[Path, Path], dict[str, Any]] | None = None,
+    progress: Progress = _SILENT,
+) -> None:
+    """Turn a Hugging Face model into a Megatron checkpoint, which loads in any layout.
+
+    Args:
+        fusion: a plain model gets a fresh fusion of this kind; None leaves a model as it is.
+        transformer_engine: the layers that will load it; it matters for experts only.
+        check: as for `to_hf`, called with the model's folder and the new checkpoint.
+
+    Raises:
+        UserError: see `megalatent.checkpoint.engine`.
+    """
+    if not model.is_dir():
+        raise UserError(f"{model} is not a folder: give a folder with a Hugging Face model")
+    check_manifest(model)
+    raw = _read_json(model / "config.json")
+    family = find_family(str(raw.get("model_type")))
+    config = read_model_config(raw, model)
+    reader = SafetensorsReader(model)
+    fresh: dict[str, Tensor] = {}
+    if fusion is not None and fusion != config.fusion:
+        if config.fusion != "none":
+            raise UserError(
+                f"--fusion {fusion}: {model} has the fusion {config.fusion!r} already: leave the"
+                " option out"
+            )
+        config = _with_fusion(config, fusion)
+        fresh = _fresh_fusion(config, reader)
+    rules = fusion_rules(config.fusion) if fresh and family.model_type != "megalatent" else ()
+    options = megatron_options(config)
+    made_from = {"model": str(model.resolve()), "fusion": config.fusion}
+    with _staged(out, made_from, overwrite) as staging:
+        import_weights(
+            reader,
+            staging,
+            family,
+            config,
+            fresh=fresh,
+            extra_rules=rules,
+            transformer_engine=transformer_engine,
+            progress=progress,
+        )
+        _write_run_options(staging.folder / "model.yaml", config, options, transformer_engine)
+        _copy_tokenizer(model, staging.folder / "tokenizer")
+        details: dict[str, Any] = {
+            "converted": "from-hf",
+            "from": str(model),
+            "family": family.model_type,
+        }
+        if check is not None:
+            details["logits"] = check(model, staging.folder)
+        staging.finish(details)
+
+
+@contextlib.contextmanager
+def _staged(out: Path, made_from: Mapping[str, Any], overwrite: bool) -> Iterator[Staging]:
+    staging = Staging(out, made_from, overwrite)
+    try:
+        yield staging
+    except OSError as error:
+        raise UserError(
+            f"{staging.folder}: {error.strerror or error}: nothing was written to {out}; solve it"
+            " and run the same command again"
+        ) from error
+    finally:
+        staging.close()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: give a folder with a Hugging Face model") from None
+    except ValueError:
+        raise UserError(f"{path} is not valid JSON: download the model again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not a configuration: download the model again")
+    return found
+
+
+# -- Hugging Face's side ----------------------------------------------------------------------
+
+
+def read_model_config(raw: Mapping[str, Any], folder: Path) -> Any:
+    """A model's `config.json` as a `MegalatentConfig`.
+
+    Raises:
+        UserError: a field that is not carried, or a value that cannot be.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from megalatent.hf.configuration_megalatent import MegalatentConfig
+
+    family = find_family(str(raw.get("model_type")))
+    where = folder / "config.json"
+    if unknown := sorted(set(raw) - family.carried - NEUTRAL):
+        shown = ", ".join(f"{name}={raw[name]!r}" for name in unknown)
+        raise UserError(
+            f"{where}: {shown} cannot be carried to Megatron, and a model without it may compute"
+            " something else: remove the field if you know that it changes nothing"
+        )
+    architectures = raw.get("architectures") or [family.architecture]
+    if list(architectures) != [family.architecture]:
+        raise UserError(
+            f"{where}: architectures={architectures} does not convert (only"
+            f" {family.architecture}): give a causal language model"
+        )
+    own = MegalatentConfig if family.model_type == "megalatent" else None
+    try:
+        config = (own or CONFIG_MAPPING[family.model_type]).from_dict(dict(raw))
+        settings = family.settings(config)
+        return MegalatentConfig(**settings)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _with_fusion(config: Any, fusion: str) -> Any:
+    from megalatent.hf.configuration_megalatent import MegalatentConfig
+
+    settings = config.to_dict()
+    for name in ("model_type", "jitter", "prefix_mixin", "transformers_version"):
+        settings.pop(name, None)
+    return MegalatentConfig(**settings | {"fusion": fusion})
+
+
+def _fresh_fusion(config: Any, reader: SafetensorsReader) -> dict[str, Tensor]:
+    """The weights that training would start a fusion with, by Hugging Face name."""
+    from megalatent.config import LatentConfig
+    from megalatent.model.fusion import FUSIONS, FusionSettings
+
+    table = "model.embed_tokens.weight"
+    if table not in reader.tensors:
+        raise UserError(f"{reader.folder} lacks {table}")
+    embedding = reader.read(table)
+    module = FUSIONS[config.fusion](
+        FusionSettings(
+            hidden_size=config.hidden_size,
+            eps=config.rms_norm_eps,
+            input_norm=config.input_norm,
+            init_std=config.initializer_range,
+            seed=LatentConfig().seed,
+            dtype=embedding.dtype,
+        )
+    )
+    squares = sum(float(rows.double().square().sum()) for rows in embedding.split(1024))
+    module.scale_to_embedding((squares / embedding.numel()) ** 0.5)
+    return {f"model.fusion.{name}": value.detach() for name, value in module.named_parameters()}
+
+
+def _write_model_files(folder: Path, config: Any, tokenizer: Path | None) -> None:
+    from transformers import GenerationConfig
+
+    from megalatent.hf.export import write_config_and_code
+
+    write_config_and_code(config, folder)
+    GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+    ).save_pretrained(folder)
+    if tokenizer is not None:
+        _copy_tokenizer(tokenizer, folder)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            target.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+
+
+# -- Megatron's side --------------------------------------------------------------------------
+
+
+def _named_tokenizer(args: Any) -> Path | None:
+    """The tokenizer that the run was given, if it is a folder that is still there."""
+    name = getattr(args, "tokenizer_model", None)
+    path = Path(name) if name else None
+    return path if path is not None and path.is_dir() else None
+
+
+def _export_config(
+    args: Any,
+    reader: CheckpointReader,
+    tokenizer: Path | None,
+    vocab_size: int | None,
+    document_end: int | None,
+    dtype: torch.dtype | None,
+) -> Any:
+    from megalatent.hf.configuration_megalatent import MegalatentConfig
+
+    words = _TokenizerFacts.load(tokenizer)
+    table = reader.tensors.get("embedding.word_embeddings.weight")
+    if table is None:
+        raise UserError(f"{reader.folder} has no word embeddings: it is no language model")
+    vocab_size = vocab_size or _vocab_size(args, words)
+    if vocab_size is None:
+        raise UserError(
+            f"{reader.folder} does not say how many of its {table.size[0]} embedding rows are"
+            " tokens and how many padding: give --tokenizer DIR or --vocab-size N"
+        )
+    if not 0 < vocab_size <= table.size[0]:
+        raise UserError(
+            f"the vocabulary has {vocab_size} tokens and the checkpoint {table.size[0]} embedding"
+            " rows: give the tokenizer that it was trained with"
+        )
+    fields = config_from_args(args, vocab_size)
+    if fields.get("document_end_token_id") is None:
+        ends = document_end if document_end is not None else _document_end(args, words)
+        trained = getattr(args, "latent_config", None) is not None
+        if ends is None and trained and fields["fusion"] != "none":
+            raise UserError(
+                f"{reader.folder} does not say which token ends a document, and the model was"
+                " trained to read no state after it: give --tokenizer DIR or --document-end-token"
+                " ID"
+            )
+        fields["document_end_token_id"] = ends
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if fields.get(name) is None:
+            fields[name] = getattr(words, name)
+    fields["dtype"] = str(dtype or table.properties.dtype).removeprefix("torch.")
+    return MegalatentConfig(**fields)
+
+
+class _TokenizerFacts:
+    """What a tokenizer says of the vocabulary."""
+
+    def __init__(self) -> None:
+        self.size: int | None = None
+        self.bos_token_id: int | None = None
+        self.eos_token_id: int | None = None
+        self.pad_token_id: int | None = None
+
+    @classmethod
+    def load(cls, folder: Path | None) -> _TokenizerFacts:
+        facts = cls()
+        if folder is None:
+            return facts
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"--tokenizer {folder} cannot be loaded: {reason}") from None
+        facts.size = len(tokenizer)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(facts, name, getattr(tokenizer, name))
+        return facts
+
+
+def _vocab_size(args: Any, words: _TokenizerFacts) -> int | None:
+    # With a tokenizer of its own, Megatron takes the size from there and leaves the option alone.
+    by_option = getattr(args, "tokenizer_type", None) in (None, "NullTokenizer", "TikTokenizer")
+    given = getattr(args, "vocab_size", None)
+    return given if by_option and given else words.size
+
+
+def _document_end(args: Any, words: _TokenizerFacts) -> int | None:
+    if getattr(args, "tokenizer_type", None) == "NullTokenizer":
+        end = getattr(args, "null_tokenizer_eod_id", None)
+        return args.vocab_size - 1 if end is None else int(end)
+    return words.eos_token_id
+
+
+def _write_run_options(
+    path: Path, config: Any, options: Mapping[str, Any], transformer_engine: bool
+) -> None:
+    """What a run's configuration has to say to load the checkpoint, ready to be copied."""
+    impl = "transformer_engine" if transformer_engine else "local"
+    latent: dict[str, Any] = {"fusion": {"kind": config.fusion}}
+    if config.fusion != "none":
+        latent["fusion"] |= {
+            "input_norm": config.input_norm,
+            "jitter": config.jitter,
+            "prefix_mixin": config.prefix_mixin,
+        }
+        latent["passes"] = {"loss_weighting": config.loss_weighting}
+        if config.loss_weighting == "mean":
+            latent["passes"]["lambda"] = float(config.loss_lambda)
+    given = {name: value for name, value in options.items() if value is not False}
+    text = "# The model of this checkpoint; add load: and what else a run needs.\n"
+    content = {"latent": latent, "megatron": {**given, "transformer_impl": impl}}
+    path.write_text(text + yaml.safe_dump(content, sort_keys=False))

@@ -1,0 +1,291 @@
+"""Reading tensors one at a time: from torch_dist checkpoints and from safetensors folders.
+
+Both readers know every tensor's shape before they read any, read only what they are asked for,
+and name the file and what is wrong with it. Neither needs a process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from megalatent.errors import UserError
+
+__all__ = ["DTYPES", "MANIFEST", "CheckpointReader", "SafetensorsReader", "check_manifest"]
+
+MANIFEST = "conversion.json"
+DTYPES = {  # as safetensors calls them
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_BLOCK = 1 << 24
+# State of the trainer, in whose place a converted model has nothing.
+_NOT_MODEL = re.compile(r"^(chained_\d+\.)?optimizer\.|^(rng_state|rerun_state_machine)")
+
+
+def check_manifest(folder: Path, progress: Callable[[int], None] = lambda n: None) -> bool:
+    """Compare a converted folder's files with the sizes and hashes written when it was made.
+
+    Returns:
+        Whether there is a manifest.
+
+    Raises:
+        UserError: a file is missing, or is not what was written.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return False
+    try:
+        files: Mapping[str, Any] = json.loads(path.read_text())["files"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is damaged: convert again") from None
+    for name, entry in files.items():
+        file = folder / name
+        if not file.is_file():
+            raise UserError(f"{file} is missing, and {MANIFEST} lists it: copy the folder again")
+        if file.stat().st_size != entry["bytes"]:
+            raise UserError(
+                f"{file} has {file.stat().st_size} bytes and had {entry['bytes']} when it was"
+                " written: copy the folder again"
+            )
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+                progress(len(block))
+        if digest.hexdigest() != entry["sha256"]:
+            raise UserError(
+                f"{file} has another SHA-256 than {MANIFEST} says: it was changed or damaged;"
+                " copy the folder again"
+            )
+    return True
+
+
+class CheckpointReader:
+    """A Megatron checkpoint of any layout, in torch_dist format.
+
+    Args:
+        folder: an iteration's folder, or the folder of all iterations, of which the last counts.
+
+    Raises:
+        UserError: it is no such checkpoint, or is not complete.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder
+        self.folder = _iteration_folder(folder)
+        try:
+            self._metadata = FileSystemReader(str(self.folder)).read_metadata()
+        except Exception as error:
+            raise UserError(
+                f"{self.folder}/.metadata cannot be read ({type(error).__name__}: {error}): the"
+                " checkpoint is damaged or half-written"
+            ) from None
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            key: entry
+            for key, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not _NOT_MODEL.match(key)
+        }
+        self._last: tuple[MetadataIndex, Tensor] | None = None
+
+    def args(self) -> Any:
+        """Megatron's arguments. Imports Megatron."""
+        from megatron.core.dist_checkpointing import load_common_state_dict
+
+        try:
+            common = load_common_state_dict(str(self.folder))
+        except Exception as error:
+            raise UserError(
+                f"{self.folder}: its common state cannot be read ({type(error).__name__}): the"
+                " checkpoint is damaged or half-written"
+            ) from None
+        if "args" not in common:
+            raise UserError(
+                f"{self.folder} does not carry Megatron's arguments, which say how the model is"
+                " built: save it again with them"
+            )
+        return common["args"]
+
+    def locate(self, template: str, layer: int | None, expert: int | None) -> tuple[str, list[int]]:
+        """Key of a tensor and its index along the key's leading axes (layer, expert).
+
+        Layers are stacked in one tensor, or have keys of their own where they differ.
+        """
+        index = [] if expert is None else [expert]
+        if layer is None:
+            return template, index
+        own = template.replace("{layer}", str(layer))
+        if own in self.tensors:
+            return own, index
+        return template.replace("{layer}.", ""), [layer, *index]
+
+    def read(self, key: str, index: list[int], rows: int | None = None) -> Tensor:
+        """One layer's (and expert's) part of a tensor, or its first `rows` rows.
+
+        Raises:
+            UserError: a file is missing or damaged.
+        """
+        entry = self.tensors[key]
+        first = [*index, *([0] * (len(entry.size) - len(index)))]
+        size = [*([1] * len(index)), *entry.size[len(index) :]]
+        if rows is not None:
+            size[len(index)] = rows
+        out = torch.empty(size, dtype=entry.properties.dtype)
+        filled = 0
+        for chunk in entry.chunks:
+            starts = [max(a, b) for a, b in zip(first, chunk.offsets, strict=True)]
+            ends = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(first, size, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if any(start >= end for start, end in zip(starts, ends, strict=True)):
+                continue
+            source = self._chunk(MetadataIndex(key, chunk.offsets), tuple(chunk.sizes))
+            target = out
+            for axis, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                source = source.narrow(axis, start - chunk.offsets[axis], end - start)
+                target = target.narrow(axis, start - first[axis], end - start)
+            target.copy_(source)
+            filled += target.numel()
+        if filled != out.numel():
+            raise UserError(
+                f"{self.folder}: {filled} of {out.numel()} elements of {key} {index} are in the"
+                " checkpoint: it is half-written"
+            )
+        return out.reshape(size[len(index) :])
+
+    def _chunk(self, index: MetadataIndex, shape: tuple[int, ...]) -> Tensor:
+        if self._last is not None and self._last[0] == index:
+            return self._last[1]
+        self._last = None  # freed before the next one is read
+        stored = self._metadata.storage_data.get(index)
+        if stored is None:
+            raise UserError(f"{self.folder}/.metadata has no place for {index.fqn}: it is damaged")
+        if getattr(stored, "transform_descriptors", None):
+            raise UserError(
+                f"{self.folder}: {index.fqn} is stored with {stored.transform_descriptors}, which"
+                " cannot be read here: save the checkpoint without"
+            )
+        path = self.folder / stored.relative_path
+        if not path.is_file():
+            raise UserError(f"{path} is missing: the checkpoint is not complete")
+        with path.open("rb") as stream:
+            stream.seek(stored.offset)
+            data = stream.read(stored.length)
+        tensor = None
+        if len(data) == stored.length:
+            # torch does not compare the checksums it has written.
+            with contextlib.suppress(Exception), zipfile.ZipFile(io.BytesIO(data)) as archive:
+                if archive.testzip() is None:
+                    tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        if tensor is None or tuple(tensor.shape) != shape:
+            raise UserError(
+                f"{path} is truncated or damaged: {stored.length} bytes at {stored.offset}, of"
+                f" {index.fqn}, are not what was written"
+            )
+        self._last = (index, tensor)
+        return tensor
+
+
+def _iteration_folder(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: give a Megatron checkpoint")
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if not (folder / ".metadata").exists() and tracker.exists():
+        text = tracker.read_text().strip()
+        if text != "release" and not text.isdigit():
+            raise UserError(f"{tracker} holds {text!r}, no iteration: give one iteration's folder")
+        folder = folder / (text if text == "release" else f"iter_{int(text):07d}")
+    for name in (".metadata", "metadata.json"):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} has no {name}: it is not a complete torch_dist checkpoint")
+    return folder
+
+
+class SafetensorsReader:
+    """The weights of a Hugging Face model, in one file or in shards with an index.
+
+    Raises:
+        UserError: there are none, or a file is missing, truncated or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._places: dict[str, tuple[Path, int, int]] = {}
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{index} is damaged: download the model again") from None
+            for name in sorted(set(listed.values())):
+                self._read_header(folder / name)
+            for tensor, file in listed.items():
+                if tensor not in self._places or self._places[tensor][0].name != file:
+                    raise UserError(f"{tensor} is not in {folder / file}, where {index.name} says")
+        elif (folder / "model.safetensors").is_file():
+            self._read_header(folder / "model.safetensors")
+        else:
+            raise UserError(
+                f"{folder} has no model.safetensors and no model.safetensors.index.json: give a"
+                " folder with a model in safetensors format"
+            )
+
+    def read(self, name: str) -> Tensor:
+        dtype, shape = self.tensors[name]
+        path, start, length = self._places[name]
+        data = bytearray(length)
+        with path.open("rb") as stream:
+            stream.seek(start)
+            if stream.readinto(data) != length:
+                raise UserError(f"{path} is truncated: {name} is not all there")
+        if not length:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).reshape(shape)
+
+    def _read_header(self, path: Path) -> None:
+        if not path.is_file():
+            raise UserError(f"{path} is missing: the model is not complete")
+        total = path.stat().st_size
+        try:
+            with path.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(size)) if 0 < size <= total - 8 else None
+            if not isinstance(header, dict):
+                raise ValueError
+            header.pop("__metadata__", None)
+            entries = {
+                name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+                for name, entry in header.items()
+            }
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path} is truncated or damaged: its header cannot be read") from None
+        end = max((entry[3] for entry in entries.values()), default=0)
+        if total != 8 + size + end:
+            raise UserError(
+                f"{path} has {total} bytes and should have {8 + size + end}: it is truncated or"
+                " damaged"
+            )
+        for name, (dtype, shape, first, last) in entries.items():
+            if dtype not in DTYPES:
+                raise UserError(
+                    f"{path}: {name} has dtype {dtype}, which does not convert (only "
+                    f"{', '.join(DTYPES)})"
+                )
+            self.tensors[name] = (DTYPES[dtype], shape)
+            self._places[name] = (path, 8 + size + first, last - first)

@@ -141,7 +141,7 @@ def _paths(args: argparse.Namespace, settings: Settings, run: Path) -> Iterator[
                 yield _Named(f"megatron.{name}", Path(f"{entry}.bin"), must_exist=True)
     if args.data_cache_path:
         yield _Named("megatron.data_cache_path", Path(args.data_cache_path), must_exist=False)
-    for name in ("venv", "python", "entry", "secrets"):
+    for name in ("venv", "python", "entry", "secrets", "ft_config"):
         if settings[name] and "/" in settings[name]:
             yield _Named(settings.source(name), Path(settings[name]), must_exist=True)
     if settings.container and settings.container.startswith(("/", "./", "../")):

@@ -175,6 +175,10 @@ SETTINGS = (
     ),
     Setting("secrets", _word, "file of NAME=VALUE lines that the job reads", exported=True),
     Setting("launcher", _choice("srun", "torchrun", "ft"), "what starts the ranks", exported=True),
+    Setting(
+        "max_restarts", _count_or_none, "restarts inside the job (torchrun, ft)", exported=True
+    ),
+    Setting("ft_config", _word, "configuration file of nvidia-resiliency-ext", exported=True),
     Setting("entry", _word, "script of yours in place of `megalatent train`", exported=True),
     Setting("name", _name, "name of the run (default: the config's)", "--job-name"),
     Setting(

@@ -15,13 +15,14 @@ import faulthandler
 import os
 import resource
 import runpy
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from megalatent.launch.failure import RankError, redact, write_rank_error
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if "MEGALATENT_LOGS" in os.environ:
         _dump_stacks_on_signal(logs / "stacks", rank)
     try:
-        return _run(argv)
+        return _run([*argv, *_resume(os.environ)])
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
@@ -85,6 +86,18 @@ def cpus_beside_gpu(bus_id: str, sysfs: Path = Path("/sys/bus/pci/devices")) -> 
         first, _, last = part.partition("-")
         cores.update(range(int(first), int(last or first) + 1))
     return cores
+
+
+def _resume(environment: Mapping[str, str]) -> list[str]:
+    """What is added where torchrun starts the ranks again inside the job, after a checkpoint.
+
+    The supervisor adds the same when the job itself starts again.
+    """
+    run = Path(environment.get("MEGALATENT_RUN", ""))
+    if environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not run.name:
+        return []
+    saved = (run / "latest_checkpointed_iteration.txt").exists()
+    return shlex.split(environment["MEGALATENT_RESUME"]) if saved else []
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -35,11 +36,16 @@ _END_SECONDS = 90.0
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start the ranks: `srun` and `program` are command lines; times in seconds."""
+    """How to start the ranks: `srun` and `program` are command lines; times in seconds.
+
+    `resume` is added to the program where there is a checkpoint to resume from (`resumes`).
+    """
 
     job: str
     srun: Sequence[str]
     program: Sequence[str]
+    resume: Sequence[str]
+    resumes: bool
     logs: Path
     first_node: str
     hang_seconds: float
@@ -117,6 +123,8 @@ class Ranks:
             "MASTER_ADDR": launch.first_node,
             "MASTER_PORT": port,
             "MEGALATENT_LOGS": str(launch.logs),
+            "MEGALATENT_RUN": str(self._folder.path),
+            "MEGALATENT_RESUME": shlex.join(launch.resume),
             "PYTHONUNBUFFERED": "1",
         }
         command = [
@@ -127,6 +135,7 @@ class Ranks:
             "--open-mode=append",
             # torchrun wants to be told on its command line
             *(word.replace("{master}", f"{launch.first_node}:{port}") for word in launch.program),
+            *(launch.resume if launch.resumes else ()),
         ]
         self._process = subprocess.Popen(
             command,

@@ -203,11 +203,12 @@ class _Supervisor:
 
     def _launch(self, attempt: Attempt) -> Launch:
         options = self._options
-        resume = shlex.split(options.resume)
         return Launch(
             job=self._job,
             srun=shlex.split(options.srun),
-            program=[*options.program, *(resume if attempt.from_iteration else [])],
+            program=options.program,
+            resume=shlex.split(options.resume),
+            resumes=attempt.from_iteration > 0,
             logs=self._folder.attempt_logs(attempt.name),
             first_node=self._slurm.host_names(self._nodes)[0],
             hang_seconds=60 * options.hang_minutes,

@@ -92,6 +92,18 @@ def test_a_signal_dumps_the_stacks_of_a_stuck_rank(tmp_path: Path) -> None:
         process.wait()
 
 
+def test_a_restart_inside_the_job_resumes(tmp_path: Path) -> None:
+    program = "import sys\nprint(sys.argv[1:])"
+    run_folder = {"MEGALATENT_RUN": str(tmp_path), "MEGALATENT_RESUME": "--set 'a=b c'"}
+    again = {**run_folder, "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert run(tmp_path, program, **again).stdout == "['one', 'two']\n"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    assert run(tmp_path, program, **again).stdout == "['one', 'two', '--set', 'a=b c']\n"
+    # the first time, the supervisor decides
+    first = {**run_folder, "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert run(tmp_path, program, **first).stdout == "['one', 'two']\n"
+
+
 def test_cores_beside_a_gpu(tmp_path: Path) -> None:
     device = tmp_path / "0000:1b:00.0"
     device.mkdir()

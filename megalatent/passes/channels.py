@@ -98,6 +98,10 @@ class Inbox:
         group: the channel.
         shape, dtype, device: of every message.
         ahead: receives kept posted beyond the one being waited for.
+
+    Attributes:
+        latest: sender index of the last message received, or -1: all that the sender did before
+            is done.
     """
 
     def __init__(
@@ -114,34 +118,34 @@ class Inbox:
         self._pending = deque(_Message(*item) for item in expected)
         self._posted: deque[tuple[_Message, Any, Tensor]] = deque()
         self._arrived: dict[Hashable, Tensor] = {}
-        self._source, self._group = source, group
+        self._source, self._group = dist.get_group_rank(group, source), group
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
         self._ahead = ahead
-        self._post(ahead)
+        self.latest = -1
+        self._post(1 + ahead)
+
+    def __len__(self) -> int:
+        """Receives that are posted."""
+        return len(self._posted)
 
     def _post(self, count: int) -> None:
         while self._pending and len(self._posted) < count:
             message = self._pending.popleft()
             buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            work = dist.irecv(buffer, self._source, group=self._group)
+            # The group's own method: `dist.irecv` checks more than a hand-over has time for.
+            work = self._group.recv([buffer], self._source, 0)
             self._posted.append((message, work, buffer))
 
-    def take(self, key: Hashable) -> tuple[Tensor, int]:
-        """Wait for the message ``key``.
-
-        Returns:
-            The tensor, and the sender index of the latest message received so far on this
-            channel: all the sender did before it is done.
-        """
-        latest = -1
+    def take(self, key: Hashable) -> Tensor:
+        """Wait for the message ``key``."""
         while key not in self._arrived:
-            self._post(max(self._ahead, 1))
+            # Before waiting, not after it: then there is time.
+            self._post(1 + self._ahead)
             message, work, buffer = self._posted.popleft()
             work.wait()
-            latest = message.sender_index
+            self.latest = message.sender_index
             self._arrived[message.key] = buffer
-            self._post(self._ahead)
-        return self._arrived.pop(key), latest
+        return self._arrived.pop(key)
 
 
 class Outbox:
@@ -154,12 +158,12 @@ class Outbox:
     Args:
         target: global rank of the receiver.
         group: the channel.
-        limit: most sends left open; a further one blocks until the oldest is received. None for
-            channels whose sender would block for ever (see `Executor`).
+        limit: most sends that the sender should leave open; see `full`. None: any number.
     """
 
     def __init__(self, target: int, group: Any, *, limit: int | None = None) -> None:
-        self._target, self._group, self._limit = target, group, limit
+        self._target, self._group = dist.get_group_rank(group, target), group
+        self._limit = limit
         self._open: deque[tuple[int, Any, Tensor]] = deque()
 
     def __len__(self) -> int:
@@ -168,7 +172,7 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """Whether the next send will block."""
+        """Whether a send must be finished before the next one."""
         return self._limit is not None and len(self._open) >= self._limit
 
     def send(self, tensor: Tensor, consumer_index: int) -> None:
@@ -180,35 +184,31 @@ class Outbox:
         """
         while self._open and self._open[0][2].is_cuda and self._open[0][1].is_completed():
             self._open.popleft()
-        while self.full:
-            self._wait_for_oldest()
-        work = dist.isend(tensor, self._target, group=self._group)
+        work = self._group.send([tensor], self._target, 0)
         self._open.append((consumer_index, work, tensor))
 
     def release(self, receiver_index: int) -> None:
         """Forget the sends whose consumer comes before the receiver's action `receiver_index`.
 
-        The receiver is known to have begun that action. Consumers come almost, but not always, in
-        the order of sending.
+        The receiver is known to have begun that action. One whose consumer comes later may hold
+        up others, but not for long: consumers come almost in the order of sending.
         """
-        kept: deque[tuple[int, Any, Tensor]] = deque()
-        for item in self._open:
-            consumer, work, _ = item
-            if consumer < receiver_index:
-                work.wait()
-            else:
-                kept.append(item)
-        self._open = kept
-
-    def finish(self) -> None:
-        """Wait until everything has been received (NCCL: until the stream knows that it waits)."""
-        while self._open:
+        while self._open and self._open[0][0] < receiver_index:
             self._open.popleft()[1].wait()
 
-    def _wait_for_oldest(self) -> None:
+    @property
+    def oldest(self) -> int:
+        """`consumer_index` of the oldest open send."""
+        return self._open[0][0]
+
+    def finish_oldest(self, *, on_host: bool = True) -> None:
+        """Wait until the oldest open send has been received.
+
+        Args:
+            on_host: False: with NCCL, the stream waits, and this thread goes on.
+        """
         _, work, tensor = self._open.popleft()
-        if tensor.is_cuda:
-            # Waiting for NCCL holds back the stream, but not this thread and what it allocates.
+        if on_host and tensor.is_cuda:
             while not work.is_completed():
                 time.sleep(_POLL)
         work.wait()

@@ -123,7 +123,8 @@ class _Run:
 
     def _open_channels(self, hand_over: HandOver) -> None:
         ring, plan = self.ring, self.plan
-        before, after = (self.rank - 1) % ring.size, (self.rank + 1) % ring.size
+        self.before = before = (self.rank - 1) % ring.size
+        self.after = after = (self.rank + 1) % ring.size
         self.index_before = {a: i for i, a in enumerate(plan.actions[before])}
         self.index_after = {a: i for i, a in enumerate(plan.actions[after])}
         kwargs: dict[str, Any] = {
@@ -175,9 +176,11 @@ class _Run:
                 error.add_note(f"stage {self.rank}, in its action {index}, {action}")
                 raise
         if not self.alone:
-            self._sending(len(self.mine) - 1)
-            self.forward_out.finish()
-            self.backward_out.finish()
+            last = len(self.mine) - 1
+            for outbox, stage in ((self.forward_out, self.after), (self.backward_out, self.before)):
+                while len(outbox):
+                    self._sending(last, stage, outbox.oldest)
+                    outbox.finish_oldest(on_host=False)
 
     def _perform(self, index: int, action: Action) -> None:
         if action.kind == "F":
@@ -216,13 +219,11 @@ class _Run:
             self.watch.waiting(index)
         if self.recorder:
             self.recorder.begin("wait", action)
-        inbox, outbox = (
-            (self.forward_in, self.backward_out)
-            if action.kind == "F"
-            else (self.backward_in, self.forward_out)
-        )
+        self.forward_out.release(self.backward_in.latest)
+        self.backward_out.release(self.forward_in.latest)
+        inbox = self.forward_in if action.kind == "F" else self.backward_in
         try:
-            tensor, sender_index = inbox.take(action)
+            tensor = inbox.take(action)
         except RuntimeError as error:
             raise RuntimeError(
                 f"stage {self.rank} waited for the input of {action} from stage {source}, which "
@@ -230,7 +231,6 @@ class _Run:
             ) from error
         if self.recorder:
             self.recorder.end("wait", action)
-        outbox.release(sender_index)
         return tensor
 
     def _hand_over(
@@ -247,15 +247,16 @@ class _Run:
             if kind == "F"
             else (self.backward_out, self.index_before)
         )
-        if outbox.full:
-            self._sending(index)
+        while outbox.full:
+            self._sending(index, rank, outbox.oldest)
+            outbox.finish_oldest()
         outbox.send(tensor.contiguous(), indices[consumer])
 
     # -- telling others ---------------------------------------------------------------------
 
-    def _sending(self, index: int) -> None:
+    def _sending(self, index: int, stage: int, consumer_index: int) -> None:
         if self.watch:
-            self.watch.sending(index)
+            self.watch.sending(index, stage, consumer_index)
 
     def _begin(self, index: int, kind: str, action: Action) -> None:
         if self.watch:

@@ -41,12 +41,14 @@ class _Place(NamedTuple):
         kind: waiting (for a hand-over), sending, inside (an action), before or after (the actions
             of a step), between (steps).
         at: index of the action in the stage's list, where there is one.
+        receiver: stage and index of the action whose input is being sent.
     """
 
     kind: str
     plan: Plan | None = None
     stage: int = 0
     at: int = 0
+    receiver: tuple[int, int] | None = None
 
     def describe(self) -> str:
         """What follows "rank 3 (stage 1) was": one line."""
@@ -58,14 +60,17 @@ class _Place(NamedTuple):
         here = f"action {self.at}, {self.plan.actions[self.stage][self.at]}"
         if self.kind == "inside":
             return f"inside its {here}"
-        if self.kind == "sending":
-            return f"at its {here}, waiting for a neighbour to receive what it made"
         stage, index = self.awaited()
-        return f"at its {here}, waiting for {self.plan.actions[stage][index]} of stage {stage}"
+        awaited = self.plan.actions[stage][index]
+        if self.kind == "sending":
+            return f"at its {here}, waiting for stage {stage} to receive the input of {awaited}"
+        return f"at its {here}, waiting for {awaited} of stage {stage}"
 
     def awaited(self) -> tuple[int, int]:
         """Stage and index of the action that this rank waits for, or is in."""
         assert self.plan is not None
+        if self.receiver is not None:
+            return self.receiver
         if self.kind != "waiting":
             return self.stage, self.at
         action = self.plan.actions[self.stage][self.at]
@@ -154,9 +159,13 @@ class Watch:
         """The rank has begun its action ``index``."""
         self._set(_Place("inside", self._plan, self._stage, index))
 
-    def sending(self, index: int) -> None:
-        """The rank waits until what it made up to its action ``index`` is received."""
-        self._set(_Place("sending", self._plan, self._stage, index))
+    def sending(self, index: int, stage: int, consumer_index: int) -> None:
+        """At its action ``index``, the rank waits until ``stage`` has received what it made.
+
+        ``consumer_index`` is that of the action of ``stage`` whose input it is.
+        """
+        receiver = (stage, consumer_index)
+        self._set(_Place("sending", self._plan, self._stage, index, receiver))
 
     def close(self, error: BaseException | None = None) -> None:
         """The run is over for this rank: well, or because of ``error``."""
@@ -267,58 +276,49 @@ class Watch:
                 self._stop(f"{who} is gone: its process has ended without a word")
             elif note.kind == "failed":
                 # It should be the first to end: launchers report what ends first.
-                time.sleep(min(2.0, self.timeout / 4))
-                self._stop(f"{who} failed {note.text}")
+                self._stop(f"{who} failed {note.text}", delay=min(2.0, self.timeout / 4))
             elif note.kind == "stalled":
                 self._stop(f"{who} saw no progress for {note.facts['seconds']:.0f} s: {note.text}")
 
     def _give_up(self) -> None:
-        cause = self._cause()
-        if self._peers is not None:
-            self._peers.tell("stalled", cause, seconds=self._still)
-        self._stop(
-            f"no progress for {self._still:.0f} s (latent.passes.timeout_seconds "
-            f"{self.timeout:g}): {cause}"
+        text = (
+            f"no progress for {self._still:.0f} s (latent.passes.timeout_seconds {self.timeout:g})"
         )
+        if self._peers is not None:
+            cause = self._cause(self._peers)
+            self._peers.tell("stalled", cause, seconds=self._still)
+            text += f": {cause}"
+        self._stop(text)
 
-    def _cause(self) -> str:
+    def _cause(self, peers: Peers) -> str:
         """What the ranks' answers say about why nothing moves."""
-        if self._peers is None:
-            return "nothing is known of other ranks"
         places: dict[int, tuple[str, str, float]] = {
-            self._peers.rank: (self._place.kind, self.describe(), self._still)
+            peers.rank: (self._place.kind, self.describe(), self._still)
         }
         for rank, note in self._answers.items():
             places[rank] = (note.facts["at"], note.text, note.facts["still"])
-        names = self._peers.names
-        left = [r for r in range(len(names)) if r in self._left]
-        silent = [r for r in range(len(names)) if r not in self._left and r not in places]
+        world = range(len(peers.names))
+        left = [r for r in world if r in self._left]
+        silent = [r for r in world if r not in self._left and r not in places]
         if left:
-            return f"out of the run: {self._listed(left)}"
+            return f"out of the run: {_listed(peers, left)}"
         if silent:
-            return (
-                f"no answer from {self._listed(silent)}: the process is stopped, or the machine is "
-                "cut off"
-            )
+            who = _listed(peers, silent)
+            return f"no answer from {who}: the process is stopped, or the machine is cut off"
         # Who waits for a hand-over is not the cause; who has just moved is not, either.
         for kind in ("inside", "between", "before", "after", "sending"):
             stuck = [r for r, at in places.items() if at[0] == kind and at[2] > self.timeout / 2]
             if stuck:
-                return f"standing still: {self._listed(stuck)}, {places[min(stuck)][1]}"
+                return f"standing still: {_listed(peers, stuck)}, {places[min(stuck)][1]}"
         return "no rank stands still for long except by waiting for another one"
 
-    def _listed(self, ranks: list[int]) -> str:
-        assert self._peers is not None
-        names = [self._peers.names[rank] for rank in sorted(ranks)]
-        more = len(names) - _MOST_NAMES
-        return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-    def _stop(self, cause: str) -> None:
+    def _stop(self, cause: str, delay: float = 0.0) -> None:
         """End this process because of something that is not an exception of its own."""
         with self._lock:
             if self._failed or self._closed:
                 return
             self._stopping.set()
+        time.sleep(delay)
         place = self._place
         message = f"{self.name}: {cause}; {self._who} was {place.describe()}"
         path = self._write_grid(place, message)
@@ -342,3 +342,9 @@ class Watch:
             print(f"megalatent: cannot write {path}: {error}", file=sys.stderr, flush=True)
             return None
         return path
+
+
+def _listed(peers: Peers, ranks: list[int]) -> str:
+    names = [peers.names[rank] for rank in sorted(ranks)]
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

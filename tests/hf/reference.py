@@ -5,13 +5,14 @@ a mask, experts are a loop over tokens, the recurrence a loop over positions wit
 """
 
 import math
+from typing import Any
 
 import torch
 from torch.nn.functional import linear, log_softmax, silu
 
 from megalatent.hf import MegalatentConfig, MegalatentForCausalLM
 
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 24,
     "intermediate_size": 32,
@@ -23,7 +24,7 @@ TINY = {
     # Large enough for greedy texts to vary, small enough for errors not to compound over passes.
     "initializer_range": 0.04,
 }
-FBT = {  # everything that the 1B recipe of FBT switches on
+FBT: dict[str, Any] = {  # everything that the 1B recipe of FBT switches on
     "qk_norm": True,
     "attention_gate": True,
     "sandwich_norm": True,
@@ -31,7 +32,7 @@ FBT = {  # everything that the 1B recipe of FBT switches on
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 
 
 def tiny_model(seed: int = 0, dtype=torch.float32, **settings) -> MegalatentForCausalLM:
@@ -198,7 +199,7 @@ class Reference:
 
     def beam_search(self, ids, count: int, beams: int, mode: str, prefill_passes: int):
         """All of the `beams` best texts by summed log-probability, no early end."""
-        running = [(0.0, [], self.prompt_inputs(ids, prefill_passes))]
+        running: list[Any] = [(0.0, [], self.prompt_inputs(ids, prefill_passes))]
         for _ in range(count):
             candidates = []
             for score, tokens, inputs in running:

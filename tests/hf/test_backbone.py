@@ -1,5 +1,7 @@
 """The backbone: equal to transformers' own classes, and to the slow reference where they end."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -7,7 +9,9 @@ import transformers
 from megalatent.hf import MegalatentConfig, MegalatentForCausalLM
 from tests.hf.reference import FBT, MOE, TINY, Reference, prompts, tiny_model
 
-SIZES = {k: v for k, v in TINY.items() if k != "num_hidden_layers"} | {"num_hidden_layers": 2}
+SIZES: dict[str, Any] = {k: v for k, v in TINY.items() if k != "num_hidden_layers"} | {
+    "num_hidden_layers": 2
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 50_000.0,
@@ -17,7 +21,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 # family: its own settings, and what they are called here
-FAMILIES = {
+FAMILIES: dict[str, Any] = {
     "Llama": (
         {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
         {

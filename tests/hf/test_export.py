@@ -33,7 +33,7 @@ HIDDEN = ("PYTHONPATH", "TORCHDYNAMO_DISABLE")  # what the tests' own process is
 
 
 def names_on_disk(folder) -> dict[str, list[int]]:
-    names = {}
+    names: dict[str, list[int]] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             names |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118

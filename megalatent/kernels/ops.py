@@ -43,7 +43,12 @@ class OpBackend(Backend):
 
     def __init__(self, name: str, reason: str, namespace: str) -> None:
         super().__init__(name, reason)
-        self._ops = getattr(torch.ops, namespace)
+        self._namespace = namespace
+
+    @property
+    def _ops(self) -> Any:
+        # Looked up, not kept: torch's namespaces cannot be copied, models that hold a backend are.
+        return getattr(torch.ops, self._namespace)
 
     def _gated(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -84,6 +85,13 @@ def test_triton_on_a_cpu_must_be_interpreted(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="set TRITON_INTERPRET=1"):
         select("triton", "cpu", torch.float32)
+
+
+def test_a_backend_is_copied_with_its_model(backend):
+    u = torch.randn(2, 1, 8)
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    copied = copy.deepcopy(backend)
+    assert torch.equal(copied.additive(u, u, mask), backend.additive(u, u, mask))
 
 
 def test_unknown_setting():

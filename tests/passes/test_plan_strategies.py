@@ -75,13 +75,13 @@ def test_greedy_blur_is_the_same_for_the_same_seed():
 
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("starts", ["longest", "spread"])
-@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("group", [0, 3, 4])
 @pytest.mark.parametrize("deep", [True, False])
 @pytest.mark.parametrize("heads", ["early", "busy", "gap"])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_woven(rank, starts, grouped, deep, heads, chunks):
+def test_woven(rank, starts, group, deep, heads, chunks):
     p = Problem(4, chunks, PASSES, COSTS)
-    recipe = Recipe(rank, starts, grouped, deep, eager_heads=heads == "early" and rank == 3)
+    recipe = Recipe(rank, starts, group, deep, eager_heads=heads == "early" and rank == 3)
     woven = weave(p, recipe)
     check(p, COSTS, project(p, woven), heads)
     # All ranks share one order of forwards and one of backwards: every edge is first in, first out.
@@ -94,7 +94,7 @@ def test_woven(rank, starts, grouped, deep, heads, chunks):
 
 def test_woven_under_a_cap():
     p = Problem(4, 1, (2,) * 12, Costs(), cap=6)
-    woven = weave(p, Recipe(3, grouped=False, admit=8))
+    woven = weave(p, Recipe(3, admit=8))
     assert check(p, Costs(), project(p, woven), "early") < score(p, one_by_one(p), "given").makespan
 
 

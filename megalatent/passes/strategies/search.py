@@ -15,12 +15,12 @@ from megalatent.passes.problem import Problem, score
 from megalatent.passes.strategies.greedy import greedy
 from megalatent.passes.strategies.orders import one_by_one, pass_by_pass
 from megalatent.passes.strategies.projection import project
-from megalatent.passes.strategies.woven import Recipe, Weave, slack_of, weave
+from megalatent.passes.strategies.woven import Recipe, Weave, group_size, slack_of, weave
 
 __all__ = ["best_lists", "search"]
 
-#: Effort for any plan, and for a large one per action; one unit is about a microsecond.
-_LEAST_EFFORT = 20_000
+#: Effort for any plan, and more for each of its actions; one unit is about a microsecond.
+_LEAST_EFFORT = 15_000
 _EFFORT = 5
 #: Effort of making and scoring a candidate, per action, and of one run of the woven model.
 _WOVEN, _GREEDY, _FIXED, _MODEL = 1.8, 6.0, 1.2, 1.3
@@ -54,13 +54,15 @@ class _Pool:
     def __init__(self, p: Problem) -> None:
         self.p = p
         self.bound, self.held = problem_bound(p)
-        self.limit = self.bound * _AT_BOUND
-        self.effort = float(max(_LEAST_EFFORT, _EFFORT * p.size))
+        #: what is as good as the bound; with equal stages and uniform K plans meet it exactly
+        self.limit = self.bound * (_AT_BOUND if _even(p) else _NEARLY)
+        self.effort = float(_LEAST_EFFORT + _EFFORT * p.size)
         self.fastest = float("inf")
         self.candidates: list[_Candidate] = []
 
     @property
-    def at_bound(self) -> bool:
+    def done(self) -> bool:
+        """Whether no plan could be worth more time."""
         return self.fastest <= self.limit
 
     def offer(self, name: str, lists: list[list[int]], heads: str, effort: float) -> float:
@@ -78,11 +80,9 @@ class _Pool:
     def best(self) -> _Candidate:
         """The least memory among the plans that are (nearly) the fastest.
 
-        At the bound nothing is given away for memory, and what is given away never makes a plan
-        slower than one with flushes.
+        What is given away for memory never makes a plan slower than one with flushes.
         """
-        most = self.limit if self.at_bound else self.fastest * _NEARLY
-        chosen = self._least(most)
+        chosen = self._least(self.limit if self.done else self.fastest * _NEARLY)
         if chosen.makespan > self.fastest and chosen.makespan > problem_flush(self.p):
             chosen = self._least(self.fastest)
         return chosen
@@ -118,10 +118,10 @@ def search(p: Problem) -> tuple[str, list[list[int]]]:
         pool.offer("one by one", one_by_one(p), "given", _FIXED)
     else:
         _woven(p, pool)
-        if not pool.at_bound:
+        if not pool.done:
             _greedy(p, pool)
         fits = p.cap is None or sum(p.lengths) <= p.cap
-        if fits and not pool.at_bound and pool.fastest > problem_flush(p):
+        if fits and not pool.done and pool.fastest > problem_flush(p):
             pool.offer("pass by pass", pass_by_pass(p), "given", _FIXED)
         if not pool.candidates:
             pool.offer("one by one", one_by_one(p), "given", _FIXED)
@@ -131,12 +131,12 @@ def search(p: Problem) -> tuple[str, list[list[int]]]:
 
 def _greedy(p: Problem, pool: _Pool) -> None:
     for rule, share in _GREEDY_CAPPED if p.cap is not None else _GREEDY_FREE:
-        if pool.effort <= 0 or pool.at_bound:
+        if pool.effort <= 0 or pool.done:
             return
         admit = None if share is None or p.cap is None else share * p.cap
         pool.offer(f"greedy, {rule} first", greedy(p, rule, admit=admit), "given", _GREEDY)
     seed = 0
-    while pool.effort > 0 and not pool.at_bound:
+    while pool.effort > 0 and not pool.done:
         admit = None if p.cap is None else 1.25 * p.cap
         lists = greedy(p, "tail", seed=seed, admit=admit)
         pool.offer("greedy, blurred", lists, "given", _GREEDY)
@@ -146,19 +146,23 @@ def _greedy(p: Problem, pool: _Pool) -> None:
 def _woven(p: Problem, pool: _Pool) -> None:
     """Woven plans: one at the bound, then one with less memory; else what looks fastest."""
     half = pool.effort / 2  # the rest is left for the greedy strategies
+    reached = 0
     for recipe in _sure(p):
+        if recipe.target <= reached:
+            continue  # the rank had as many in flight without being asked to
         woven = _model(p, pool, recipe)
         if woven is None or woven.makespan > pool.limit:
             continue
+        reached = woven.in_flight
         _offer(p, pool, woven)
-        if pool.at_bound:
-            if not _even(p) or not _uniform(p):
+        if pool.done:
+            if not _even(p):
                 _lighten(p, pool, half)
             return
         if pool.effort < half:
             return
     for woven in _fastest(p, pool):
-        if pool.effort < half or pool.at_bound:
+        if pool.effort < half or pool.done:
             return
         _offer(p, pool, woven)
 
@@ -168,11 +172,14 @@ def _sure(p: Problem) -> Iterator[Recipe]:
     last, stages = p.stages - 1, p.stages
     most = p.cap if p.cap is not None else sum(p.lengths)
     targets = [1, stages // 2, stages, 2 * stages, 3 * stages, p.width * stages]
+    group = 0
     if _uniform(p):
-        groups = max(1, len(p.lengths) // stages)
+        # Interleaved 1F1B over groups: when the first group is through, its backwards begin.
+        group = group_size(p)
+        groups = max(1, len(p.lengths) // group)
         targets[0] = (p.width - 1) * -(-len(p.lengths) // groups) + 1
     for target in sorted({min(max(1, n), most) for n in targets if n >= targets[0]}):
-        yield Recipe(last, "longest", _uniform(p), target=target)
+        yield Recipe(last, "longest", group, target=target)
 
 
 def _lighten(p: Problem, pool: _Pool, until: float) -> None:
@@ -223,7 +230,7 @@ def _model(p: Problem, pool: _Pool, recipe: Recipe) -> Weave | None:
 def _offer(p: Problem, pool: _Pool, woven: Weave) -> float:
     recipe = woven.recipe
     name = f"woven, {recipe.starts} first" if recipe.starts == "longest" else "woven, spread"
-    if _uniform(p) and recipe.grouped:
+    if _uniform(p) and recipe.group:
         name = "1F1B" if p.width == 1 else "grouped interleave"
     lists = project(p, woven)
     if recipe.eager_heads or not p.head:
@@ -239,11 +246,13 @@ def _uniform(p: Problem) -> bool:
 
 
 def _even(p: Problem) -> bool:
-    """Whether all visits of all stages cost the same and nothing else costs anything."""
-    same = all(row == p.forward[0] for row in p.forward)
-    same = same and all(row == p.backward[0] for row in p.backward)
-    flat = len(set(p.forward[0])) == 1 and len(set(p.backward[0])) == 1
-    return same and flat and not p.head and not any(p.hops)
+    """Whether all micro-batches and all stages are alike and nothing else takes time."""
+    alike = {
+        (f, b)
+        for fr, br in zip(p.forward, p.backward, strict=True)
+        for f, b in zip(fr, br, strict=True)
+    }
+    return _uniform(p) and len(alike) == 1 and not p.head and not any(p.hops)
 
 
 def _recipes(p: Problem) -> Iterator[Recipe]:
@@ -256,9 +265,9 @@ def _recipes(p: Problem) -> Iterator[Recipe]:
         for rank in sorted({last, busiest}, reverse=True):
             for in_slots in ways:
                 for eager in (False, True) if p.head and rank == last else (False,):
-                    for grouped in (True, False) if uniform else (False, True):
+                    for group in (group_size(p), 0) if uniform else (0, p.stages):
                         for starts in ("longest",) if uniform else ("spread", "longest"):
-                            yield Recipe(rank, starts, grouped, deep, eager, 1, in_slots)
+                            yield Recipe(rank, starts, group, deep, eager, 1, in_slots)
 
 
 def _targets(p: Problem, pool: _Pool, rank: int) -> list[int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from megalatent.passes.problem import Problem
 
-__all__ = ["Recipe", "Slack", "Weave", "slack_of", "weave"]
+__all__ = ["Recipe", "Slack", "Weave", "group_size", "slack_of", "weave"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Recipe:
     Attributes:
         rank: the modelled rank.
         starts: "longest" K first, or "spread" (the values of K alternate).
-        grouped: start whole groups of P to 2P-1 micro-batches before their second virtual pass.
+        group: start whole groups of at least so many micro-batches before their second virtual
+            pass; 0 for no groups.
         deep_first: begin backwards of the longest micro-batches first, else in order of arrival.
         eager_heads: each head right after its forward, else when the rank would wait.
         target: activations in flight below which forward comes before backward.
@@ -39,7 +40,7 @@ class Recipe:
 
     rank: int
     starts: str = "longest"
-    grouped: bool = True
+    group: int = 0
     deep_first: bool = True
     eager_heads: bool = False
     target: int = 1
@@ -57,7 +58,9 @@ class Weave:
     backwards: list[int]
     backward_times: list[float]
     makespan: float
-    #: most activations in flight on the first rank, by estimate
+    #: most activations in flight on the modelled rank
+    in_flight: int
+    #: and on the first rank, by estimate
     peak: float
 
 
@@ -77,9 +80,9 @@ def start_order(p: Problem, starts: str) -> list[int]:
     return [m for _, m in sorted(keys)]
 
 
-def group_begins(count: int, stages: int) -> list[bool]:
-    """For each start, whether a new group begins there; groups have P to 2P-1 members."""
-    groups = max(1, count // stages)
+def group_begins(count: int, least: int) -> list[bool]:
+    """For each start, whether a new group begins there; groups have near-equal sizes >= `least`."""
+    groups = max(1, count // least)
     size, larger = divmod(count, groups)
     begins = [False] * count
     at = 0
@@ -87,6 +90,17 @@ def group_begins(count: int, stages: int) -> list[bool]:
         begins[at] = True
         at += size + (i < larger)
     return begins
+
+
+def group_size(p: Problem) -> int:
+    """Micro-batches that keep the last rank in forwards until the first one is back from its turn.
+
+    P of them where hand-overs take no time and stages are equal.
+    """
+    if p.width == 1 or not p.forward[-1][0]:
+        return p.stages
+    turn = sum(p.hops) + sum(row[1] for row in p.forward[:-1]) + p.forward[-1][0]
+    return min(2 * p.stages, max(p.stages, math.ceil((turn - p.eps) / p.forward[-1][0])))
 
 
 class _Ring:
@@ -176,7 +190,7 @@ class _Weaver:
         self.headed = [bool(self.head) and p.has_head(v) for v in range(p.width)]
         self.starts = start_order(p, recipe.starts)
         count = len(self.starts)
-        self.begins = group_begins(count, p.stages) if recipe.grouped else [True] * count
+        self.begins = group_begins(count, recipe.group) if recipe.group else [True] * count
         #: what is on its way round the ring or to its turn: arrival, micro-batch, virtual pass
         self.returning: deque[tuple[float, int, int]] = deque()
         self.descending: deque[tuple[float, int, int]] = deque()
@@ -222,6 +236,7 @@ class _Weaver:
             self.backwards,
             self.backward_times,
             end,
+            self.most,
             self.most + self.slack.slope * recipe.rank / max(1, p.stages - 1),
         )
 

@@ -80,7 +80,7 @@ def records(kind: str) -> Iterator[dict]:
     total = max((x["iterations"] for x in lines if x["kind"] == "train"), default=-1)
     for record in lines:
         if record["kind"] == kind:
-            yield {**record, "final": last == total and record["iteration"] >= last - 1}
+            yield {**record, "final": last == total and record["iteration"] == last}
 
 
 def train(console: Console, nproc: int, overrides: list[str]) -> bool:
@@ -115,7 +115,7 @@ def show_progress(console: Console, process: subprocess.Popen) -> None:
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("iteration", total=None, note="starting Megatron")
         seen = 0
         while process.poll() is None:
@@ -165,7 +165,8 @@ def draw(path: Path) -> None:
         training.plot(*zip(*points, strict=True), marker=".", label=f"pass {k}")
     training.set(xlabel="iteration", ylabel="loss", title="training")
     training.legend()
-    for evaluation in records("evaluation"):
+    # The last evaluation of an iteration: the run ends with one more.
+    for evaluation in {e["iteration"]: e for e in records("evaluation")}.values():
         label = f"iteration {evaluation['iteration']}"
         losses, changes = evaluation["loss_per_pass"], evaluation["state_change"]
         loss.plot([int(k) for k in losses], list(losses.values()), marker=".", label=label)

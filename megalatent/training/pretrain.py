@@ -45,13 +45,14 @@ def run(config: Config) -> None:
 
     # Megatron parses the command line, in several places.
     sys.argv = [sys.argv[0], *config.megatron_argv()]
+    open_tensorboard = _put_off_tensorboard()
     args = parse_and_validate_args()
     args.latent_config = config.resolved()["latent"]
     if config.latent.passes.recomputes:
         args.recompute_granularity = "full"
         args.recompute_method = "uniform"
         args.recompute_num_layers = 1
-    session = Session(config, args)
+    session = Session(config, args, open_tensorboard)
     model_config = gpt_config_from_args(args)
     model_config.transformer_layer_spec = layer_spec
     model_config.pre_wrap_hooks.append(session.wrap)
@@ -62,21 +63,39 @@ def run(config: Config) -> None:
     )
 
 
+def _put_off_tensorboard() -> Callable[[Any], None]:
+    """Keep Megatron from making TensorBoard's folder while it reads its arguments.
+
+    A run that is refused because of its checkpoint leaves no folder behind.
+
+    Returns:
+        Megatron's function that opens the writer.
+    """
+    from megatron.training import global_vars
+
+    original = global_vars._set_tensorboard_writer
+    global_vars._set_tensorboard_writer = lambda args: None
+    return original
+
+
 class Session:
     """What the hooks of one run share.
 
     Args:
         config: the run's configuration.
         args: Megatron's arguments, validated.
+        open_tensorboard: Megatron's function, to be called once the checkpoint is loaded.
     """
 
-    def __init__(self, config: Config, args: Any) -> None:
+    def __init__(self, config: Config, args: Any, open_tensorboard: Callable[[Any], None]) -> None:
         from megalatent.training.freeze import FusionFreeze
         from megalatent.training.metrics import RunState
 
         self.config = config
         self.args = args
+        self._open_tensorboard = open_tensorboard
         self.models: list[Any] = []
+        self.iteration = 0  # steps done; 0 before the first of this process
         self.state = RunState()
         self.freeze = FusionFreeze(config.latent.fusion.warmup_iters)
         self._schedule: Any = None
@@ -123,6 +142,7 @@ class Session:
     def _setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             model, optimizer, scheduler = original(*args, **kwargs)
+            self._open_tensorboard(self.args)
             self.freeze.attach(optimizer, self.models)
             self.freeze.updates = self.state.fusion_updates
             return model, optimizer, scheduler
@@ -166,6 +186,7 @@ class Session:
         args, schedule, metrics = self.args, self.schedule(), self.metrics()
         samples = len(schedule.last_passes) * args.micro_batch_size * args.data_parallel_size
         metrics.step_ends(schedule.last_passes, args.data_parallel_size, samples * args.seq_length)
+        self.iteration = iteration
         self.state.fusion_updates = self.freeze.updates
         args.latent_state = self.state.to_dict()
         if iteration % args.log_interval == 0 or iteration == 1:
@@ -187,7 +208,7 @@ class Session:
             result = original(*args, **kwargs)
             self.metrics().evaluation(
                 schedule.eval_sums,
-                iteration=getattr(self.args, "curr_iteration", self.args.iteration),
+                iteration=self.iteration or self.args.iteration,
                 writer=get_tensorboard_writer(),
             )
             return result

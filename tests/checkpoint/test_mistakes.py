@@ -1,0 +1,198 @@
+"""What is refused, in one line with exit code 2, and that nothing is left or replaced."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megalatent import platform
+
+platform.install()
+
+from megalatent.checkpoint import convert, engine, writer  # noqa: E402
+from megalatent.cli import main  # noqa: E402
+from tests.checkpoint import models  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    models.save_plain("qwen3", folder / "hf")
+    convert.from_hf(folder / "hf", folder / "megatron")
+    return folder
+
+
+@pytest.fixture
+def hf(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source / "hf", tmp_path / "hf"))
+
+
+@pytest.fixture
+def megatron(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source / "megatron", tmp_path / "megatron"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    """The one line that the command prints; its output folder does not appear."""
+    capsys.readouterr()
+    out = Path(arguments[2])
+    existed = out.exists()
+    assert main(["convert", *map(str, arguments)]) == 2
+    line = [x for x in capsys.readouterr().err.splitlines() if x.startswith("megalatent: error")]
+    assert len(line) == 1
+    assert out.exists() == existed
+    return line[0]
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite a model as one file after a change of its tensors."""
+    tensors = models.weights(folder)
+    for file in folder.glob("model*"):
+        file.unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"logit_scale": 2.0}, "logit_scale=2.0 cannot be carried"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_output_bias=True, mlp_bias=False"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "linear"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.5}}, "whole number"),
+        ({"model_type": "gemma"}, "models of type 'gemma' do not convert"),
+        ({"architectures": ["Qwen3ForTokenClassification"]}, "Qwen3ForCausalLM"),
+        ({"num_hidden_layers": 3}, "lacks model.layers.2."),
+        ({"num_hidden_layers": 1}, "model.layers.1."),
+        ({"intermediate_size": 40}, "has shape [48, 32], and config.json asks for [40, 32]"),
+    ],
+)
+def test_configurations_that_cannot_be_carried(
+    hf: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
+) -> None:
+    edit(hf / "config.json", **changes)
+    assert expected in refused(capsys, "from-hf", hf, hf.parent / "out")
+
+
+def test_tensors_that_no_rule_takes(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_tensors(hf, lambda t: t.update(extra=t["model.norm.weight"].clone()))
+    assert "extra [32]" in refused(capsys, "from-hf", hf, hf.parent / "out")
+
+
+def test_a_tied_head_must_be_the_table(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(hf / "config.json", tie_word_embeddings=True)
+    assert "lm_head.weight differs" in refused(capsys, "from-hf", hf, hf.parent / "out")
+    change_tensors(
+        hf, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
+    assert main(["convert", "from-hf", str(hf), str(hf.parent / "out")]) == 0
+
+
+def test_damaged_models(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = sorted(hf.glob("*.safetensors"))
+    data = shards[0].read_bytes()
+    shards[0].write_bytes(data[:-10])
+    assert "truncated" in refused(capsys, "from-hf", hf, hf.parent / "out")
+    shards[0].unlink()
+    assert f"{shards[0].name} is missing" in refused(capsys, "from-hf", hf, hf.parent / "out")
+
+
+def test_damaged_checkpoints(megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = megatron.parent / "out"
+    (file,) = megatron.rglob("*.distcp")
+    whole = file.read_bytes()
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 1
+    file.write_bytes(changed)
+    assert "another SHA-256" in refused(capsys, "to-hf", megatron, out)
+    # Megatron's own checkpoints have no manifest.
+    (megatron / "conversion.json").unlink()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "truncated or damaged" in refused(capsys, "to-hf", megatron, out)
+    file.unlink()
+    assert "is missing" in refused(capsys, "to-hf", megatron, out)
+    (megatron / "release" / ".metadata").write_bytes(b"half")
+    assert ".metadata cannot be read" in refused(capsys, "to-hf", megatron, out)
+    (megatron / "release" / "metadata.json").unlink()
+    assert "no metadata.json" in refused(capsys, "to-hf", megatron, out)
+
+
+def test_what_stands_there_is_kept(megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = megatron.parent / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    assert "--overwrite" in refused(capsys, "to-hf", megatron, out)
+    assert "no earlier conversion" in refused(capsys, "to-hf", megatron, out, "--overwrite")
+    assert (out / "thesis.txt").read_text() == "mine"
+    again = megatron.parent / "again"
+    assert main(["convert", "to-hf", str(megatron), str(again)]) == 0
+    assert (
+        main(["convert", "to-hf", str(megatron), str(again), "--overwrite", "--dtype", "bf16"]) == 0
+    )
+    assert json.loads((again / "config.json").read_text())["dtype"] == "bfloat16"
+    assert [p.name for p in megatron.parent.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_full_disk(
+    megatron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(megatron)
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert "free" in refused(capsys, "to-hf", megatron, megatron.parent / "out")
+
+
+def test_an_interrupted_export_goes_on(megatron: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    write = engine.write_safetensors
+
+    def until(limit: int) -> Callable[..., Any]:
+        def stop(path: Path, *args: Any) -> Any:
+            if len(written) == limit:
+                raise KeyboardInterrupt
+            written.append(path.name)
+            return write(path, *args)
+
+        return stop
+
+    out = megatron.parent / "out"
+    monkeypatch.setattr(engine, "write_safetensors", until(2))
+    with pytest.raises(KeyboardInterrupt):
+        convert.to_hf(megatron, out, max_shard=20_000)
+    assert not out.exists()
+    monkeypatch.setattr(engine, "write_safetensors", until(1000))
+    convert.to_hf(megatron, out, max_shard=20_000)
+    assert len(written) == len(set(written)) > 3  # none was written twice
+    whole = megatron.parent / "whole"
+    convert.to_hf(megatron, whole, max_shard=10**9)
+    tensors = load_file(whole / "model.safetensors")
+    found = models.weights(out)
+    assert tensors.keys() == found.keys()
+    assert all((found[name] == tensor).all() for name, tensor in tensors.items())
+
+
+def test_a_wrong_write_is_noticed(
+    megatron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = engine.write_safetensors
+
+    def spoil(path: Path, *args: Any) -> Any:
+        entry = write(path, *args)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        return entry
+
+    monkeypatch.setattr(engine, "write_safetensors", spoil)
+    assert "as written differs" in refused(capsys, "to-hf", megatron, megatron.parent / "out")

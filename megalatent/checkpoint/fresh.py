@@ -1,8 +1,8 @@
-"""Loading checkpoints into a latent model: exact keys, or all but the fusion's.
+"""Loading checkpoints into a latent model: exactly its weights, or all but the fusion's.
 
 A plain Megatron checkpoint has everything but the fusion. It loads, the fusion starts fresh, and
-the log names what is fresh. Any other missing or unexpected weight is an error before anything
-is loaded.
+the log names what is fresh. Any other missing or unexpected weight, or one of another shape, is an
+error before anything is loaded.
 """
 
 from __future__ import annotations
@@ -13,56 +13,74 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megalatent.errors import UserError
 from megalatent.model.wrapper import FUSION_PREFIX
 
-__all__ = ["FreshFusion", "compare_keys", "model_keys"]
+__all__ = ["FreshFusion", "compare_weights", "model_shapes"]
 
 _OPTIMIZER = re.compile(r"^(chained_\d+\.)?optimizer\.")
 _MODEL = re.compile(r"^model\d*$")
 
 
-def model_keys(checkpoint: str | Path) -> set[str]:
-    """Keys of the model weights in a torch_dist checkpoint folder."""
+# Weight -> its shape in full; None where any shape will do (a vocabulary padded otherwise).
+Shapes = Mapping[str, tuple[int, ...] | None]
+
+
+def model_shapes(checkpoint: str | Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the model weights in a torch_dist checkpoint folder, by key."""
     metadata = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
     return {
-        key
+        key: tuple(entry.size)
         for key, entry in metadata.items()
         if isinstance(entry, TensorStorageMetadata) and not _OPTIMIZER.match(key)
     }
 
 
-def compare_keys(wanted: set[str], found: set[str], checkpoint: str | Path) -> set[str]:
+def compare_weights(wanted: Shapes, found: Shapes, checkpoint: str | Path) -> set[str]:
     """Decide whether a checkpoint fits a model.
 
     Returns:
         Keys that start fresh: all of the fusion's, or none.
 
     Raises:
-        UserError: anything else is missing, or the checkpoint has weights that the model lacks.
+        UserError: anything else is missing, the checkpoint has weights that the model lacks, or a
+            weight has another shape.
     """
-    missing, unexpected = wanted - found, found - wanted
+    missing, unexpected = wanted.keys() - found.keys(), found.keys() - wanted.keys()
     fusion = {key for key in wanted if key.startswith(FUSION_PREFIX)}
-    if not missing and not unexpected:
-        return set()
-    if missing == fusion and not unexpected:
-        return fusion
+    other_fusion = {key for key in unexpected if key.startswith(FUSION_PREFIX)}
+    fresh = fusion if fusion <= missing and not other_fusion else set[str]()
     problems = []
-    if missing:
-        problems.append(f"lacks {_some(missing)}")
+    if missing - fresh:
+        problems.append(f"lacks {_some(missing - fresh)}")
     if unexpected:
         problems.append(f"has {_some(unexpected)}, which the model does not have")
-    other = {k for k in unexpected if k.startswith(FUSION_PREFIX)}
+    problems += _other_shapes(wanted, found)[:1]
+    if not problems:
+        return fresh
     remedy = (
         "set latent.fusion.kind to the fusion it was trained with"
-        if other
+        if other_fusion
         else "check the model's options under megatron: against those it was trained with"
     )
     raise UserError(f"the checkpoint {checkpoint} {' and '.join(problems)}: {remedy}")
+
+
+def _other_shapes(wanted: Shapes, found: Shapes) -> list[str]:
+    """What is wrong with shapes, the most telling first. Layers are stacked on the first axis."""
+    problems = []
+    for key in sorted(wanted.keys() & found.keys()):
+        model, saved = wanted[key], found[key]
+        if model is None or saved is None or model == saved:
+            continue
+        if key.startswith("decoder.layers.") and model[1:] == saved[1:]:
+            return [f"has {saved[0]} layers where the model has {model[0]}"]
+        problems.append(f"has {key} of shape {list(saved)} where the model's is {list(model)}")
+    return problems
 
 
 def _some(keys: set[str], limit: int = 4) -> str:
@@ -100,8 +118,8 @@ class FreshFusion:
         from megatron.training.checkpointing import get_checkpoint_name
 
         checkpoint = get_checkpoint_name(load_dir, iteration, release, return_base_dir=True)
-        wanted = _everywhere({base.key for base in _sharded(_models(sharded_state_dict))})
-        fresh = compare_keys(wanted, model_keys(checkpoint), checkpoint)
+        wanted = _everywhere(dict(_weights(_models(sharded_state_dict))))
+        fresh = compare_weights(wanted, model_shapes(checkpoint), checkpoint)
         if fresh and "optimizer" in sharded_state_dict:
             raise UserError(
                 f"the checkpoint {checkpoint} has no fusion weights, so its optimiser state does "
@@ -120,23 +138,24 @@ def _models(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state_dict.items() if _MODEL.match(key)}
 
 
-def _sharded(tree: Any) -> Iterator[ShardedBase]:
-    if isinstance(tree, ShardedObject):
-        return
-    if isinstance(tree, ShardedBase):
-        yield tree
+def _weights(tree: Any) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+    """Key and full shape of every weight in a sharded state dict."""
+    if isinstance(tree, ShardedTensorFactory):
+        yield from _weights(tree.build())
+    elif isinstance(tree, ShardedTensor):
+        yield tree.key, None if tree.allow_shape_mismatch else tuple(tree.global_shape)
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from _sharded(value)
+            yield from _weights(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _sharded(value)
+            yield from _weights(value)
 
 
-def _everywhere(keys: set[str]) -> set[str]:
+def _everywhere(weights: dict[str, tuple[int, ...] | None]) -> Shapes:
     """Union over all ranks: a pipeline stage asks for its own layers only."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return keys
-    every: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(every, keys)
-    return set().union(*every)
+        return weights
+    every: list[dict[str, tuple[int, ...] | None]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, weights)
+    return {key: shape for part in every for key, shape in part.items()}

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from megalatent.kernels import choice
 from megalatent.kernels.reference import ReferenceBackend
 from tools import gpu_check, gpu_check_kernels
 
@@ -23,8 +24,13 @@ class Wrong(ReferenceBackend):
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch):
+def _as_for_a_user(monkeypatch):
+    """Few widths, and no interpreted Triton: it is slow, and rounds bfloat16 as no card does."""
     monkeypatch.setattr(gpu_check_kernels, "WIDTHS", (64, 101))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    choice._select.cache_clear()
+    yield
+    choice._select.cache_clear()
 
 
 def run_main(monkeypatch, tmp_path, *arguments):

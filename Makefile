@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup quickstart test test-all lint format lock clean
+.PHONY: help setup quickstart test test-all lint format lock clean kernels
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | column -t -s:
@@ -35,6 +35,9 @@ lint: setup ## ruff and mypy
 format: setup ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+kernels: setup ## build the compiled fusion kernels anew (C++; CUDA where nvcc is)
+	$(BIN)/python kernels/build.py
 
 lock: setup ## resolve the dependencies anew into requirements.lock
 	$(BIN)/python -m pip install --quiet "uv==$$(sed -n 's/^UV_VERSION=//p' tools/setup.sh)"

@@ -1,0 +1,133 @@
+"""Validation by pass: losses and state changes of k = 1 … eval_passes, printed and written."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.runs import configuration, last_stage, losses, metrics, train
+
+PASSES = 12  # training goes to 2
+EVALUATED = {
+    "eval_interval": 2,
+    "eval_iters": 2,
+    "split": "80,20,0",
+    "train_iters": 3,
+}
+
+
+def _latent(kind: str = "gated", schedule: Any = 2, passes: int = PASSES) -> dict[str, Any]:
+    return {
+        "fusion": {"kind": kind},
+        "passes": {"schedule": schedule, "eval_passes": passes, "timeout_seconds": 60},
+    }
+
+
+def _evaluations(folder: Path, ranks: int, latent: Any, **options: Any) -> Any:
+    given = configuration(folder, latent, save=str(folder / f"run{ranks}"), **EVALUATED, **options)
+    outcomes = train(given, ranks)
+    return outcomes, metrics(folder / f"run{ranks}", "evaluation")
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("evaluation")
+    outcomes, records = _evaluations(folder, 1, _latent())
+    return folder, outcomes, records
+
+
+def _one_more_step(folder: Path, save: Path, ranks: int, options: dict[str, Any]) -> Any:
+    """From the weights that one rank saved, which are the same on every layout."""
+    given = configuration(
+        folder,
+        _latent(),
+        **{**EVALUATED, **options, "train_iters": 4},
+        load=str(folder / "run1"),
+        save=str(save),
+        no_load_optim=True,
+    )
+    train(given, ranks)
+    return metrics(save, "evaluation")
+
+
+@pytest.fixture(scope="module")
+def reference(one_rank: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return _one_more_step(one_rank[0], tmp_path_factory.mktemp("reference"), 1, {})
+
+
+def test_every_pass_is_printed_and_written(one_rank: Any) -> None:
+    _, outcomes, records = one_rank
+    # Every second step, and at the end.
+    assert list(records) == [2, 3]
+    for record in records.values():
+        assert list(record["loss_per_pass"]) == [str(k) for k in range(1, PASSES + 1)]
+        assert list(record["state_change"]) == [str(k) for k in range(2, PASSES + 1)]
+        assert all(math.isfinite(x) for x in record["loss_per_pass"].values())
+        changes = record["state_change"]
+        assert 0 < changes["12"] < changes["2"]  # a small model's passes settle
+    printed = outcomes[0].printed
+    table = re.findall(r"\| +(\d+) \| +([\d.]+) \| +([\d.]*)", printed.replace("\n", "|\n"))
+    shown = {(k, loss) for k, loss, _ in table}
+    for record in records.values():
+        for k, loss in record["loss_per_pass"].items():
+            assert (k, f"{loss:.5f}") in shown
+    # Megatron's own line has the loss of pass 1 under its usual name.
+    found = re.search(r"validation loss at iteration 2 \| lm loss value: (\S+)", printed)
+    assert found is not None
+    assert float(found.group(1)) == pytest.approx(records[2]["loss_per_pass"]["1"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="tp2-sp"),
+        pytest.param(2, {"pipeline_model_parallel_size": 2}, id="pp2"),
+        pytest.param(2, {}, id="dp2", marks=pytest.mark.full),
+        pytest.param(2, {"context_parallel_size": 2}, id="cp2", marks=pytest.mark.full),
+        pytest.param(
+            4,
+            {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "context_parallel_size": 2,
+            },
+            id="tp2-sp-cp2",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_other_layouts_evaluate_alike(
+    one_rank: Any, reference: Any, tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
+    found = _one_more_step(one_rank[0], tmp_path, ranks, options)
+    assert list(found) == list(reference) == [4]
+    for kind, tolerance in (("loss_per_pass", 1e-5), ("state_change", 1e-4)):
+        assert found[4][kind] == pytest.approx(reference[4][kind], rel=tolerance), kind
+
+
+def test_additive_starts_as_the_plain_model(tmp_path: Path) -> None:
+    """Its matrix is zero until the first update of a step with two passes."""
+    schedule = [{"start": 0, "mixture": {1: 1.0}}, {"start": 2, "mixture": {2: 1.0}}]
+    latent = _latent("additive", schedule, 4)
+    outcomes, records = _evaluations(tmp_path, 1, latent)
+    assert last_stage(outcomes).steps == {3.0}
+    before, after = records[2], records[3]
+    assert len(set(before["loss_per_pass"].values())) == 1
+    assert set(before["state_change"].values()) == {0.0}
+    assert len(set(after["loss_per_pass"].values())) == 4
+    assert min(after["state_change"].values()) > 0
+    # In training as well: the third step is the first with two passes.
+    third = losses(tmp_path / "run1")[3]
+    assert third["1"] == third["2"]
+
+
+def test_evaluation_changes_nothing(one_rank: Any, tmp_path: Path) -> None:
+    """Training after an evaluation goes on as without one."""
+    folder, _, _ = one_rank
+    options = {**EVALUATED, "eval_iters": 0}
+    train(configuration(folder, _latent(), save=str(tmp_path / "run"), **options))
+    assert losses(tmp_path / "run") == losses(folder / "run1")

@@ -191,14 +191,14 @@ class _Memory:
         first = self.first
         later = self.in_flight - self.before - self.held[first]
         room = self.lengths[first] + later < self.cap
-        best = None
-        for i, ready in enumerate(forwards):
-            m = (ready[2] >> 2) // self.width
-            if m != first and not (room and self._admitted(m)):
-                continue
-            if best is None or ready < forwards[best]:
-                best = i
-        return best
+
+        def allowed(m: int) -> bool:
+            return m == first or (room and self._admitted(m))
+
+        if allowed((forwards[0][2] >> 2) // self.width):
+            return 0
+        places = [i for i, ready in enumerate(forwards) if allowed((ready[2] >> 2) // self.width)]
+        return min(places, key=lambda i: forwards[i], default=None)
 
     def _admitted(self, m: int) -> bool:
         if self.admit is None or self.ahead[m] < self.lengths[m]:

@@ -5,7 +5,9 @@ Imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 
 from megalatent.launch.runfolder import RunFolder
@@ -30,18 +32,36 @@ def start_again(
     Raises:
         SlurmError: neither was possible.
     """
+    # Requeueing sends SIGTERM to every process of the job, also to the command that asks for it.
+    with _terminate_blocked():
+        return _start_again(slurm, job, folder, excluded, delay_seconds, say)
+
+
+@contextlib.contextmanager
+def _terminate_blocked() -> Iterator[None]:
+    """Commands started meanwhile do not get SIGTERM; this process gets it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_again(
+    slurm: Slurm,
+    job: str,
+    folder: RunFolder,
+    excluded: Sequence[str],
+    delay_seconds: float,
+    say: Callable[[str], None],
+) -> str:
     try:
         slurm.requeue(job)
     except SlurmError as error:
-        if "pending" in str(error):
-            return job  # Slurm was quicker, for example because a node went down
-        say(f"Slurm does not requeue this job ({error}): submitting the script again")
-        options = [f"--dependency=afterany:{job}"]
-        if excluded:
-            options.append(f"--exclude={','.join(excluded)}")
-        if delay_seconds > 0:
-            options.append(f"--begin=now+{round(delay_seconds)}")
-        return slurm.submit(str(folder.script), options)
+        # Slurm was quicker, because a node went down, or its answer was lost: a second job would
+        # run the same training
+        if slurm.job_state(job) not in ("PENDING", "COMPLETING", "REQUEUED"):
+            return _submit_again(slurm, job, folder, excluded, delay_seconds, say, error)
     # possible only now that the job is pending again
     try:
         if excluded:
@@ -51,6 +71,24 @@ def start_again(
     except SlurmError as error:
         say(f"the job is requeued, but without its delay and excluded nodes: {error}")
     return job
+
+
+def _submit_again(
+    slurm: Slurm,
+    job: str,
+    folder: RunFolder,
+    excluded: Sequence[str],
+    delay_seconds: float,
+    say: Callable[[str], None],
+    why: SlurmError,
+) -> str:
+    say(f"Slurm does not requeue this job ({why}): submitting the script again")
+    options = [f"--dependency=afterany:{job}"]
+    if excluded:
+        options.append(f"--exclude={','.join(excluded)}")
+    if delay_seconds > 0:
+        options.append(f"--begin=now+{round(delay_seconds)}")
+    return slurm.submit(str(folder.script), options)
 
 
 def _sooner_than(eligible: str | None, delay_seconds: float) -> bool:

@@ -45,7 +45,9 @@ class Ring:
     """Sums a number over all ranks, through rank 0."""
 
     def __init__(self) -> None:
-        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        # torchrun's agent listens on the port itself
+        offset = 1 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + offset)
         self.peers: list[socket.socket] = []
         if RANK == 0:
             server = socket.create_server(("", address[1]), backlog=WORLD)

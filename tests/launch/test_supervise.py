@@ -342,6 +342,31 @@ def test_where_requeueing_is_forbidden_the_script_is_submitted_again(
     assert supervised.state.status == "waiting"
 
 
+@pytest.mark.parametrize("state", ["PENDING", "COMPLETING"])
+def test_a_lost_answer_to_requeueing_does_not_submit_the_run_twice(
+    supervised: Supervised, state: str
+) -> None:
+    script = supervised.slurm.folder / "scontrol"
+    said_nothing = f'case "$1" in requeue) echo {state} >"$F/job-7"; exit 143 ;; esac\ncase'
+    script.write_text(script.read_text().replace("case", said_nothing, 1))
+    code, said = supervised.run(STANDIN_FAULT="kill:1:5")
+    assert code == 0, said
+    assert supervised.slurm.submitted() == []
+    assert supervised.state.status == "waiting"
+
+
+def test_the_command_that_requeues_survives_the_signal_it_causes(supervised: Supervised) -> None:
+    script = supervised.slurm.folder / "scontrol"
+    # as Slurm does: everything in the job is terminated, the command itself too
+    signals = 'case "$1" in requeue) kill -TERM $$; sleep 0.2; echo done >>"$F/requeued" ;; esac'
+    script.write_text(script.read_text().replace("case", f"{signals}\ncase", 1))
+    code, said = supervised.run(STANDIN_FAULT="kill:1:5")
+    assert code == 0, said
+    assert (supervised.slurm.folder / "requeued").read_text() == "done\n"
+    # what comes after it still happens
+    assert "update JobId=7 StartTime=now+60" in supervised.slurm.calls("scontrol")
+
+
 def test_without_slurm_it_says_what_is_missing(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     done = subprocess.run(

@@ -191,6 +191,7 @@ def read_model_config(raw: Mapping[str, Any], folder: Path) -> Any:
     Raises:
         UserError: a field that is not carried, or a value that cannot be.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from megalatent.hf.configuration_megalatent import MegalatentConfig
@@ -216,7 +217,7 @@ def read_model_config(raw: Mapping[str, Any], folder: Path) -> Any:
         return MegalatentConfig(**settings)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    except (ValueError, TypeError) as error:
+    except (StrictDataclassError, ValueError, TypeError) as error:
         raise UserError(f"{where}: {error}") from None
 
 

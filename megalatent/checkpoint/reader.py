@@ -101,14 +101,32 @@ class CheckpointReader:
             if isinstance(entry, TensorStorageMetadata) and not _NOT_MODEL.match(key)
         }
         self._last: tuple[MetadataIndex, Tensor] | None = None
+        self._check_files()
+
+    def _check_files(self) -> None:
+        """Raise UserError for a file that is missing or too short, before anything is read."""
+        ends: dict[str, int] = {}
+        for stored in self._metadata.storage_data.values():
+            end = stored.offset + stored.length
+            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), end)
+        for name, end in sorted(ends.items()):
+            path = self.folder / name
+            if not path.is_file():
+                raise UserError(f"{path} is missing: the checkpoint is not complete")
+            if path.stat().st_size < end:
+                raise UserError(
+                    f"{path} is truncated or damaged: it has {path.stat().st_size} bytes and should"
+                    f" have {end}"
+                )
 
     def args(self) -> Any:
         """Megatron's arguments. Imports Megatron."""
         from megatron.core.dist_checkpointing import load_common_state_dict
+        from torch.distributed.checkpoint.api import CheckpointException
 
         try:
             common = load_common_state_dict(str(self.folder))
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
             raise UserError(
                 f"{self.folder}: its common state cannot be read ({type(error).__name__}): the"
                 " checkpoint is damaged or half-written"
@@ -181,8 +199,6 @@ class CheckpointReader:
                 " cannot be read here: save the checkpoint without"
             )
         path = self.folder / stored.relative_path
-        if not path.is_file():
-            raise UserError(f"{path} is missing: the checkpoint is not complete")
         with path.open("rb") as stream:
             stream.seek(stored.offset)
             data = stream.read(stored.length)

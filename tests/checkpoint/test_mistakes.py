@@ -74,8 +74,9 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.5}}, "whole number"),
         ({"model_type": "gemma"}, "models of type 'gemma' do not convert"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, "Qwen3ForCausalLM"),
-        ({"num_hidden_layers": 3}, "lacks model.layers.2."),
-        ({"num_hidden_layers": 1}, "model.layers.1."),
+        ({"num_hidden_layers": 3, "layer_types": None}, "lacks model.layers.2."),
+        ({"num_hidden_layers": 1, "layer_types": None}, "model.layers.1."),
+        ({"num_hidden_layers": 3}, "must be equal to the number of `layer_types`"),
         ({"intermediate_size": 40}, "has shape [48, 32], and config.json asks for [40, 32]"),
     ],
 )
@@ -109,16 +110,23 @@ def test_damaged_models(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{shards[0].name} is missing" in refused(capsys, "from-hf", hf, hf.parent / "out")
 
 
-def test_damaged_checkpoints(megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoints(
+    source: Path, megatron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = megatron.parent / "out"
     (file,) = megatron.rglob("*.distcp")
     whole = file.read_bytes()
     changed = bytearray(whole)
-    changed[len(whole) // 2] ^= 1
+    # A bit of a weight: most bytes of so small a file are paddings, which hold nothing.
+    table = models.weights(source / "hf")["model.embed_tokens.weight"]
+    place = whole.find(table.numpy().tobytes())
+    assert place > 0
+    changed[place + 100] ^= 1
     file.write_bytes(changed)
     assert "another SHA-256" in refused(capsys, "to-hf", megatron, out)
     # Megatron's own checkpoints have no manifest.
     (megatron / "conversion.json").unlink()
+    assert "truncated or damaged" in refused(capsys, "to-hf", megatron, out)
     file.write_bytes(whole[: len(whole) // 2])
     assert "truncated or damaged" in refused(capsys, "to-hf", megatron, out)
     file.unlink()
@@ -149,13 +157,13 @@ def test_a_full_disk(
     megatron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(megatron)
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert "free" in refused(capsys, "to-hf", megatron, megatron.parent / "out")
 
 
 def test_an_interrupted_export_goes_on(megatron: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    write = engine.write_safetensors
+    write = writer.write_safetensors
 
     def until(limit: int) -> Callable[..., Any]:
         def stop(path: Path, *args: Any) -> Any:
@@ -185,7 +193,7 @@ def test_an_interrupted_export_goes_on(megatron: Path, monkeypatch: pytest.Monke
 def test_a_wrong_write_is_noticed(
     megatron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = engine.write_safetensors
+    write = writer.write_safetensors
 
     def spoil(path: Path, *args: Any) -> Any:
         entry = write(path, *args)

@@ -58,9 +58,15 @@ def run(config: Config) -> None:
     model_config.pre_wrap_hooks.append(session.wrap)
     container = pretrain_cfg_container_from_args(args, model_config)
     session.install_hooks()
-    training.pretrain(
-        container, dataset_provider, ModelType.encoder_or_decoder, forward_step_func=None
-    )
+    try:
+        training.pretrain(
+            container, dataset_provider, ModelType.encoder_or_decoder, forward_step_func=None
+        )
+    except BaseException as error:
+        in_order = isinstance(error, SystemExit) and error.code in (None, 0)
+        session.ends(None if in_order else error)
+        raise
+    session.ends(None)
 
 
 def _put_off_tensorboard() -> Callable[[Any], None]:
@@ -221,6 +227,11 @@ class Session:
             return original(*args, **kwargs) * (sum(passes) / len(passes) if passes else 1)
 
         return num_floating_point_operations
+
+    def ends(self, error: BaseException | None) -> None:
+        """Tell the other ranks how the run ended here, so that none takes this one for dead."""
+        if self._schedule is not None and self._schedule.watch is not None:
+            self._schedule.watch.close(error)
 
     # -- made once the process groups exist -------------------------------------------------
 

@@ -159,6 +159,14 @@ class LatentSchedule:
             measure_change=forward_only,
         )
         sync = GradientSync(chunks, models, config)
+
+        def chunk_finished(chunk: int) -> None:
+            if chunk == len(chunks) - 1:
+                # All losses are known, and Megatron has not yet looked at the gradients, of which
+                # it could not say which pass spoilt them.
+                self._check(loss)
+            sync.chunk_finished(chunk)
+
         batches = self._batches(
             data_iterator, position.consumed_samples, num_microbatches, micro_batch_size
         )
@@ -170,7 +178,7 @@ class LatentSchedule:
             loss=loss,
             recompute=self._recompute_switch(config),
             training=not forward_only,
-            on_chunk_finished=sync.chunk_finished,
+            on_chunk_finished=chunk_finished,
         )
         ring = self._channels()
         executor = Executor(ring, watch=self.watch, recorder=self.recorder)
@@ -272,15 +280,17 @@ class LatentSchedule:
         kwargs = {} if pg_collection is None else {"pg_collection": pg_collection}
         config.finalize_model_grads_func(chunks, tokens, force_all_reduce=force, **kwargs)
 
+    def _check(self, loss: PassLoss) -> None:
+        if loss.reports and self.check_losses is not None:
+            per_pass = [sums[0] for _, sums in sorted(loss.sums.loss.items())]
+            self.check_losses(torch.stack(per_pass))
+
     def _reports(
         self, loss: PassLoss, passes: Sequence[int], forward_only: bool
     ) -> list[dict[str, Tensor]]:
         (self.eval_sums if forward_only else self.train_sums).append(loss.sums)
         if not loss.reports:
             return []
-        if not forward_only and self.check_losses is not None:
-            per_pass = [sums[0] for _, sums in sorted(loss.sums.loss.items())]
-            self.check_losses(torch.stack(per_pass))
         # Megatron takes the keys of the first micro-batch and divides by all iterations: only
         # pass 1, which every micro-batch has, may be among the keys of a training step.
         kept = range(1, (max(passes) if forward_only else 1) + 1)

@@ -240,7 +240,8 @@ def _observe(job: _Job, outcome: Outcome, made: dict[str, Any]) -> None:
     @functools.wraps(log)
     def training_log(loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
         _, _, iteration, _, _, _, grad_norm, *_ = args
-        seen = {"grad_norm": float(grad_norm)}
+        # A step that is skipped because of an overflow has no norm.
+        seen = {} if grad_norm is None else {"grad_norm": float(grad_norm)}
         if "lm loss" in loss_dict:
             seen["loss"] = float(loss_dict["lm loss"])
         outcome.log[iteration] = seen

@@ -39,7 +39,17 @@ def compiled(model, ids, mode):
     return out, len(graphs)
 
 
+def hide_megalatent() -> None:
+    """Take out the finder of an editable installation: the export must do without the package."""
+    sys.meta_path[:] = [
+        finder
+        for finder in sys.meta_path
+        if "megalatent" not in str(getattr(finder, "__module__", ""))
+    ]
+
+
 def main(folder: Path, names: list[str]) -> None:
+    hide_megalatent()
     assert importlib.util.find_spec("megalatent") is None
     ids = torch.tensor(json.loads((folder / "ids.json").read_text()))
     answers = {}

@@ -194,7 +194,8 @@ def submit(
         # a node for itself: other runs are preempted and crashed beside it
         "--sbatch-options": "--exclusive",
         "--back-off-seconds": "1",
-        "--shared-paths": str(folder),
+        # The repository too: it may have been cloned into a folder that nodes keep to themselves.
+        "--shared-paths": f"{folder}:{Path(__file__).parents[2]}",
         **({"--entry": str(entry)} if entry else {}),
     }
     line = ["submit", str(config)]

@@ -19,7 +19,8 @@ from megalatent.launch.slurm import Slurm
 from tests.launch import lab as laboratory
 from tests.launch.lab import Lab, Run, lab_for_tests, same_training, standin_alone, submit
 
-pytestmark = pytest.mark.slurm
+# Minutes of real jobs: `make test-all` runs them.
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 _NODES = 40
 

@@ -13,7 +13,8 @@ import pytest
 from megalatent.launch.progress import read_metrics
 from tests.launch.lab import Lab, lab_for_tests, same_training, submit, tiny_config
 
-pytestmark = pytest.mark.slurm
+# Minutes of real jobs: `make test-all` runs them.
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 # Fast enough to wait for, with every kind of step: one pass and two.
 OPTIONS = {"train_iters": 12, "save_interval": 5, "eval_iters": 1, "eval_interval": 1000}

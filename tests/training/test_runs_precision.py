@@ -189,7 +189,8 @@ def _poison(heads: set[int]) -> Any:
             calls[0] += 1
             return head(self, *args) * (float("nan") if calls[0] in heads else 1.0)
 
-        LatentModel._head = poisoned  # type: ignore[method-assign]
+        model: Any = LatentModel
+        model._head = poisoned
 
     return prepare
 

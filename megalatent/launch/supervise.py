@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megalatent.errors import UserError
 from megalatent.launch import checkpoints
@@ -72,7 +72,7 @@ class _Supervisor:
         self._slurm = Slurm()
         self._signals = Signals()
         self._ranks: Ranks | None = None
-        self._job = os.environ.get("SLURM_JOB_ID", "")
+        self._job = _job_id(os.environ)
         if not self._job:
             raise UserError(
                 "SLURM_JOB_ID is not set: start this from a job script, as slurm/pretrain.sbatch"
@@ -322,6 +322,18 @@ class _Supervisor:
         print(text, flush=True)
         with self._folder.rank0_log.open("a", encoding="utf-8") as log:
             log.write(text + "\n")
+
+
+def _job_id(environment: Mapping[str, str]) -> str:
+    """This job as Slurm's commands must name it.
+
+    One task of an array has the array's own number as SLURM_JOB_ID: under that name a command
+    would reach its sisters too.
+    """
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    if array:
+        return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment.get("SLURM_JOB_ID", "")
 
 
 _STATUS = {

@@ -367,6 +367,15 @@ def test_the_command_that_requeues_survives_the_signal_it_causes(supervised: Sup
     assert "update JobId=7 StartTime=now+60" in supervised.slurm.calls("scontrol")
 
 
+def test_a_task_of_an_array_requeues_itself_alone(supervised: Supervised) -> None:
+    task = {"SLURM_ARRAY_JOB_ID": JOB, "SLURM_ARRAY_TASK_ID": "3"}
+    code, said = supervised.run(STANDIN_FAULT="kill:1:5", **task)
+    assert code == 0, said
+    asked = supervised.slurm.calls("scontrol")
+    assert "requeue 7_3" in asked
+    assert not [call for call in asked if call in ("requeue 7", "update JobId=7 StartTime=now+60")]
+
+
 def test_without_slurm_it_says_what_is_missing(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     done = subprocess.run(

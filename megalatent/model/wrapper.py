@@ -52,6 +52,7 @@ class LatentModel(MegatronModule):
         if self.fusion is not None:
             self.fusion.scale_to_embedding(self.embedding_rms())
         if backbone.post_process:
+            _drop_unused_output_weight(backbone)
             _mask_padded_vocabulary(backbone, vocab_size)
 
     # -- what Megatron asks of a model ------------------------------------------------------
@@ -292,6 +293,20 @@ def _without_head(backbone: Any) -> Iterator[None]:
         yield
     finally:
         backbone.post_process, backbone.mtp_process = saved
+
+
+def _drop_unused_output_weight(backbone: Any) -> None:
+    """Take away the output weight of a last stage that computes logits with its embedding.
+
+    With multi-token prediction that stage has a copy of the tied embedding. Megatron allocates an
+    output weight besides it, never uses it, and fails to save it.
+    """
+    if (
+        backbone.mtp_process
+        and not backbone.pre_process
+        and backbone.share_embeddings_and_output_weights
+    ):
+        backbone.output_layer.weight = None
 
 
 def _mask_padded_vocabulary(backbone: Any, vocab_size: int) -> None:

@@ -124,13 +124,20 @@ class Session:
     def install_hooks(self) -> None:
         """Put our functions where Megatron looks its own up."""
         from megatron.training import checkpointing, training
+        from megatron.training.models import gpt
 
         from megalatent.checkpoint.fresh import FreshFusion
+        from megalatent.model.layers import mtp_spec
 
         def around(module: Any, name: str, make: Callable[[Any], Any]) -> None:
             setattr(module, name, make(getattr(module, name)))
 
         around(training, "get_forward_backward_func", lambda _: self._forward_backward_func)
+        around(
+            gpt,
+            "mtp_block_spec",
+            lambda _: lambda config, _layers, vp_stage=None: mtp_spec(config, vp_stage=vp_stage),
+        )
         around(training, "setup_model_and_optimizer", self._setup)
         around(training, "evaluate", self._evaluate)
         around(training, "training_log", self._after_step)

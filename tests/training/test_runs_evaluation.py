@@ -85,7 +85,7 @@ def test_every_pass_is_printed_and_written(one_rank: Any) -> None:
     ("ranks", "options"),
     [
         pytest.param(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="tp2-sp"),
-        pytest.param(2, {"pipeline_model_parallel_size": 2}, id="pp2"),
+        pytest.param(2, {"pipeline_model_parallel_size": 2}, id="pp2", marks=pytest.mark.full),
         pytest.param(2, {}, id="dp2", marks=pytest.mark.full),
         pytest.param(2, {"context_parallel_size": 2}, id="cp2", marks=pytest.mark.full),
         pytest.param(

@@ -58,7 +58,7 @@ class _Predicting(GPTModel):
 def _rig(setup: Setup, layout: Layout) -> Rig:
     """In a rank."""
     init(layout)
-    latent.GPTModel = _Predicting  # type: ignore[misc]
+    vars(latent)["GPTModel"] = _Predicting
     return Rig(setup, layout)
 
 
@@ -131,7 +131,7 @@ def _one_graph(rank: int, setup: Setup) -> tuple[dict[int, float], Tensors]:
     parameters = dict(model.named_parameters())
     gradients = torch.autograd.grad(objective, list(parameters.values()), materialize_grads=True)
     for parameter, gradient in zip(parameters.values(), gradients, strict=True):
-        parameter.main_grad.copy_(gradient)  # type: ignore[attr-defined]
+        parameter.main_grad.copy_(gradient)
     losses_by_pass = {k: loss / tokens for k, (loss, tokens) in sorted(sums.items())}
     return losses_by_pass, full_gradients(rig.chunks, vocab_size=VOCAB)
 

@@ -103,7 +103,7 @@ def test_fp16_skips_steps_that_overflow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        pytest.param(1, {}, id="one"),
+        pytest.param(1, {}, id="one", marks=full),
         pytest.param(2, {"pipeline_model_parallel_size": 2}, id="pp2"),
         pytest.param(2, {}, id="dp2", marks=full),
         pytest.param(2, TP2_SP, id="tp2-sp", marks=full),

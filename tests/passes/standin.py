@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -138,6 +139,15 @@ def run_steps(
         after_step(step, program)
 
 
+def _dump_stacks(hung: list[Any]) -> None:
+    """Let processes that should have ended write their stacks to their standard error."""
+    for process in hung:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+    if hung:
+        time.sleep(0.5)
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a rank ended.
@@ -172,6 +182,7 @@ def launch(
             stream = (folder / f"stderr-{rank}").open("w", buffering=1)
             os.dup2(stream.fileno(), 2)
             sys.stderr = stream
+            faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
             code = 1
             try:
                 join(rank, world, folder, limit + 30)
@@ -193,6 +204,7 @@ def launch(
                     ends[rank] = time.monotonic() - begin
             time.sleep(0.005)
         codes = [process.exitcode for process in processes]
+        _dump_stacks([p for rank, p in enumerate(processes) if rank not in (*ends, *stopped)])
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGKILL)

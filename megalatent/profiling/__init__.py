@@ -1,0 +1,1 @@
+"""What a pass costs on each pipeline stage: recording, reports, advice."""

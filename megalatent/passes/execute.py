@@ -56,7 +56,11 @@ class StageProgram(Protocol):
 
 
 class Recorder(Protocol):
-    """Takes the times of a step; see :mod:`megalatent.profiling`."""
+    """Takes the times of a step; see :mod:`megalatent.profiling`.
+
+    Kinds are those of the actions (F, B, H), ``wait`` for an action's input, and ``send`` for a
+    receiver to make room, or at the end to receive what is still open.
+    """
 
     def begin(self, kind: str, action: Action) -> None: ...
 
@@ -181,6 +185,7 @@ class _Run:
                 while len(outbox):
                     self._sending(last, stage, outbox.oldest)
                     outbox.finish_oldest(on_host=False)
+                    self._sent(len(self.mine) - 1)
 
     def _perform(self, index: int, action: Action) -> None:
         if action.kind == "F":
@@ -250,6 +255,7 @@ class _Run:
         while outbox.full:
             self._sending(index, rank, outbox.oldest)
             outbox.finish_oldest()
+            self._sent(index)
         outbox.send(tensor.contiguous(), indices[consumer])
 
     # -- telling others ---------------------------------------------------------------------
@@ -257,6 +263,12 @@ class _Run:
     def _sending(self, index: int, stage: int, consumer_index: int) -> None:
         if self.watch:
             self.watch.sending(index, stage, consumer_index)
+        if self.recorder:
+            self.recorder.begin("send", self.mine[index])
+
+    def _sent(self, index: int) -> None:
+        if self.recorder:
+            self.recorder.end("send", self.mine[index])
 
     def _begin(self, index: int, kind: str, action: Action) -> None:
         if self.watch:

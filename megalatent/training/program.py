@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +13,24 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalatent.model.batch import MicroBatch
 from megalatent.model.wrapper import LatentModel
+from megalatent.passes.execute import Recorder
 from megalatent.passes.plan import Action
 from megalatent.training.data import BatchReader
 from megalatent.training.losses import PassLoss
 from megalatent.training.recompute import RecomputeSwitch
 
-__all__ = ["MegatronProgram", "Visit"]
+__all__ = ["MegatronProgram", "PartRecorder", "Visit"]
+
+
+class PartRecorder(Recorder, Protocol):
+    """A recorder that also takes parts of actions, and what belongs to the whole step."""
+
+    def begin(self, kind: str, action: Action | None = None) -> None: ...
+
+    def end(self, kind: str, action: Action | None = None) -> None: ...
+
+    def kept(self, action: Action) -> AbstractContextManager:
+        """Around a forward visit: may count what it keeps for its backward."""
 
 
 @dataclass(kw_only=True)
@@ -68,6 +80,7 @@ class MegatronProgram:
         kernels: pointwise kernels of the fusion.
         loss: the objective; used on the last chunk only.
         recompute: switches activation recomputation per pass.
+        recorder: takes the times of parts of actions; or None, which costs nothing.
         training: False runs forwards and heads without gradients.
         on_chunk_finished: called with a chunk's index once its gradients are final here.
     """
@@ -82,6 +95,7 @@ class MegatronProgram:
         loss: PassLoss,
         recompute: RecomputeSwitch,
         training: bool,
+        recorder: PartRecorder | None = None,
         on_chunk_finished: Callable[[int], None] = lambda chunk: None,
     ) -> None:
         self.chunks = chunks
@@ -91,17 +105,22 @@ class MegatronProgram:
         self.loss = loss
         self.recompute = recompute
         self.training = training
+        self.recorder = recorder
         self.on_chunk_finished = on_chunk_finished
         self.config = chunks[0].config
         self._visits: dict[tuple[int, int, int], Visit] = {}
         self._tokens: dict[int, _Tokens] = {}
         self._fresh_chunks = set(range(len(chunks)))
+        # Backwards that have come to the fusion, if they are recorded.
+        self._in_fusion: set[Action] = set()
 
     # -- actions ----------------------------------------------------------------------------
 
     def forward(self, action: Action, stage_input: Tensor | None) -> Tensor:
         _, micro_batch, k, chunk = action
-        model, batch = self.chunks[chunk], self.batches[micro_batch]
+        model = self.chunks[chunk]
+        with self._part("data", action, k == 1 and chunk == 0):
+            batch = self.batches[micro_batch]
         if chunk in self._fresh_chunks:
             # Quantised weight caches are filled by the first visit of a step only: pass 2 of the
             # first micro-batch is not a first micro-batch.
@@ -111,8 +130,11 @@ class MegatronProgram:
         if stage_input is not None and self.training:
             stage_input = stage_input.detach().requires_grad_()
         with self._timed("forward-compute"), self._autocast():
-            x = self._stack_input(model, batch, micro_batch, k, stage_input)
-            with self.recompute.visit(k, self.passes[micro_batch]):
+            with self._part("embedding" if k == 1 else "fusion", action, model.pre_process):
+                x = self._stack_input(model, batch, micro_batch, k, stage_input)
+            if self.recorder is not None and model.pre_process and k > 1 and x.requires_grad:
+                x.register_hook(lambda _: self._comes_to_fusion(action._replace(kind="B")))
+            with self.recompute.visit(k, self.passes[micro_batch]), self._kept(action):
                 output = model("stack", batch, x)
         if self.training or model.post_process:
             self._visits[micro_batch, k, chunk] = Visit(
@@ -166,12 +188,14 @@ class MegatronProgram:
                 visit.head_gradient = None
             assert visit.root is not None
             torch.autograd.backward(visit.root, gradient)
+            self._leaves_fusion(action)
             if model.pre_process and k == 1:
-                self._tokens_backward(micro_batch)
+                self._tokens_backward(action)
         return None if visit.stage_input is None else visit.stage_input.grad
 
     def chunk_finished(self, chunk: int) -> None:
-        self.on_chunk_finished(chunk)
+        with self._part("reduce"):
+            self.on_chunk_finished(chunk)
 
     # -- first chunk ------------------------------------------------------------------------
 
@@ -213,8 +237,8 @@ class MegatronProgram:
         rows, token_part = tokens.leaves
         return model("fuse", self.kernels, batch, k, stage_input, rows, token_part)
 
-    def _tokens_backward(self, micro_batch: int) -> None:
-        tokens = self._tokens.pop(micro_batch)
+    def _tokens_backward(self, action: Action) -> None:
+        tokens = self._tokens.pop(action.micro_batch)
         if tokens.roots is not None and tokens.leaves is not None:
             cut = tokens.leaves[-len(tokens.roots) :]
             pairs = [
@@ -223,9 +247,11 @@ class MegatronProgram:
                 if root.requires_grad and leaf.grad is not None
             ]
             if pairs:
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+                with self._part("fusion_backward", action):
+                    torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         if tokens.leaf is not tokens.embedding:
-            torch.autograd.backward(tokens.embedding, tokens.leaf.grad)
+            with self._part("embedding_backward", action):
+                torch.autograd.backward(tokens.embedding, tokens.leaf.grad)
 
     # -- surroundings -----------------------------------------------------------------------
 
@@ -234,9 +260,42 @@ class MegatronProgram:
             return torch.autocast("cuda", dtype=self.config.autocast_dtype)
         return nullcontext()
 
+    def _part(
+        self, kind: str, action: Action | None = None, here: bool = True
+    ) -> AbstractContextManager:
+        """Records what runs in it, if there is a recorder and it is `here`."""
+        if self.recorder is None or not here:
+            return nullcontext()
+        return _Part(self.recorder, kind, action)
+
+    def _kept(self, action: Action) -> AbstractContextManager:
+        return nullcontext() if self.recorder is None else self.recorder.kept(action)
+
+    def _comes_to_fusion(self, action: Action) -> None:
+        assert self.recorder is not None
+        self._in_fusion.add(action)
+        self.recorder.begin("fusion_backward", action)
+
+    def _leaves_fusion(self, action: Action) -> None:
+        if action in self._in_fusion:
+            assert self.recorder is not None
+            self._in_fusion.discard(action)
+            self.recorder.end("fusion_backward", action)
+
     def _timed(self, name: str) -> AbstractContextManager:
         timers = self.config.timers
         return nullcontext() if timers is None else _Timed(timers(name, log_level=2))
+
+
+class _Part:
+    def __init__(self, recorder: PartRecorder, kind: str, action: Action | None) -> None:
+        self._recorder, self._kind, self._action = recorder, kind, action
+
+    def __enter__(self) -> None:
+        self._recorder.begin(self._kind, self._action)
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.end(self._kind, self._action)
 
 
 class _Timed:

@@ -17,8 +17,8 @@ from torch import Tensor
 from megalatent.config import LatentConfig
 from megalatent.model.wrapper import LatentModel
 from megalatent.passes.channels import Ring
-from megalatent.passes.execute import Executor, HandOver, Recorder
-from megalatent.passes.plan import Costs, Planner
+from megalatent.passes.execute import Executor, HandOver
+from megalatent.passes.plan import Costs, Plan, Planner
 from megalatent.passes.sampling import PassSampler
 from megalatent.passes.watch import Watch
 from megalatent.training.data import (
@@ -30,7 +30,7 @@ from megalatent.training.data import (
 )
 from megalatent.training.gradients import GradientSync
 from megalatent.training.losses import PassLoss, PassSums
-from megalatent.training.program import MegatronProgram
+from megalatent.training.program import MegatronProgram, PartRecorder
 from megalatent.training.recompute import RecomputeSwitch
 
 __all__ = ["LatentSchedule", "StepPosition", "loss_key"]
@@ -69,6 +69,10 @@ class LatentSchedule:
         watch: notices stalls, or None.
         check_losses: called once a training step with the losses, ``[passes]``, on the last stage.
         costs: stage costs for the planner.
+
+    Attributes:
+        recorder: takes the times of training steps; or None, which costs nothing.
+        last_passes, last_plan: of the last training step.
     """
 
     def __init__(
@@ -95,8 +99,9 @@ class LatentSchedule:
         self.watch = watch
         self.check_losses = check_losses
         self.costs = costs or Costs()
-        self.recorder: Recorder | None = None
+        self.recorder: PartRecorder | None = None
         self.last_passes: tuple[int, ...] = ()
+        self.last_plan: Plan | None = None
         self.train_sums: list[PassSums] = []
         self.eval_sums: list[PassSums] = []
         self._ring: Ring | None = None
@@ -170,6 +175,7 @@ class LatentSchedule:
         batches = self._batches(
             data_iterator, position.consumed_samples, num_microbatches, micro_batch_size
         )
+        recorder = None if forward_only else self.recorder
         program = MegatronProgram(
             models,
             batches,
@@ -177,11 +183,12 @@ class LatentSchedule:
             kernels=self.kernels,
             loss=loss,
             recompute=self._recompute_switch(config),
+            recorder=recorder,
             training=not forward_only,
             on_chunk_finished=chunk_finished,
         )
         ring = self._channels()
-        executor = Executor(ring, watch=self.watch, recorder=self.recorder)
+        executor = Executor(ring, watch=self.watch, recorder=recorder)
         hand_over = self._hand_over(config, seq_length, micro_batch_size)
         with self.watch.step(plan, ring.rank) if self.watch else nullcontext():
             if forward_only:
@@ -192,9 +199,13 @@ class LatentSchedule:
                 with sync.step():
                     executor.run(plan, program, hand_over)
                 sync.close_parameter_gathers()
+                if recorder is not None:
+                    recorder.begin("reduce")
                 self._finalize(config, chunks, loss, pg_collection, force_all_reduce)
+                if recorder is not None:
+                    recorder.end("reduce")
                 self._plan_ahead(position.iteration + 1, num_microbatches)
-                self.last_passes = tuple(passes)
+                self.last_passes, self.last_plan = tuple(passes), plan
             batches.exhaust()
             if config.timers is not None:
                 config.timers("forward-backward").stop()

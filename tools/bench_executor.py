@@ -147,6 +147,8 @@ class _Sleeper:
         self.head(action)
         return self.made
 
+    def last_backward(self, chunk: int) -> None: ...
+
     def chunk_finished(self, chunk: int) -> None: ...
 
 

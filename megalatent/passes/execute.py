@@ -51,6 +51,9 @@ class StageProgram(Protocol):
             The gradient of the stage input, or None where there was none.
         """
 
+    def last_backward(self, chunk: int) -> None:
+        """The next action is the last backward of ``chunk``; all its heads have run."""
+
     def chunk_finished(self, chunk: int) -> None:
         """The last backward of ``chunk`` is done: its gradients are final on this rank."""
 
@@ -172,9 +175,10 @@ class _Run:
     def run(self) -> None:
         last_backward = {a.chunk: i for i, a in enumerate(self.mine) if a.kind == "B"}
         for index, action in enumerate(self.mine):
+            last = action.kind == "B" and last_backward[action.chunk] == index
             try:
-                self._perform(index, action)
-                if action.kind == "B" and last_backward[action.chunk] == index:
+                self._perform(index, action, last)
+                if last:
                     self.program.chunk_finished(action.chunk)
             except Exception as error:
                 error.add_note(f"stage {self.rank}, in its action {index}, {action}")
@@ -187,7 +191,7 @@ class _Run:
                     outbox.finish_oldest(on_host=False)
                     self._sent(len(self.mine) - 1)
 
-    def _perform(self, index: int, action: Action) -> None:
+    def _perform(self, index: int, action: Action, last: bool) -> None:
         if action.kind == "F":
             stage_input = self._receive(index, action)
             self._begin(index, "F", action)
@@ -197,6 +201,8 @@ class _Run:
             self._hand_over(index, "F", output.detach(), target)
         elif action.kind == "B":
             gradient = self._receive(index, action)
+            if last:
+                self.program.last_backward(action.chunk)
             self._begin(index, "B", action)
             gradient = self.program.backward(action, gradient)
             self._end("B", action)

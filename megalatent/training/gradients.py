@@ -3,7 +3,9 @@
 Megatron starts a bucket's reduction when each of its weights has fired its backward hook as often
 as in the first batch. With several passes a weight fires K times, K varies, and a K = 1 batch
 never fires the fusion's hooks, so such counts mean nothing. The step therefore runs inside every
-chunk's ``no_sync``, and a chunk's reduction is started explicitly after its last backward.
+chunk's ``no_sync``. A chunk's last backward walks its layers for the last time, each weight once:
+for that action alone, buckets that hold nothing but weights of layers listen to their hooks, and
+are reduced while the backward goes on. All other buckets (embedding, fusion, head) start after it.
 """
 
 from __future__ import annotations
@@ -51,12 +53,34 @@ class GradientSync:
         for function, chunk in zip(functions, self.chunks, strict=True):
             function(chunk.parameters())
 
+    def last_backward(self, chunk: int) -> None:
+        """Let the buckets of layers start their reductions as the coming backward fills them."""
+        layers = set(self.models[chunk].decoder.parameters())
+        for group in self._overlapped(chunk):
+            if group.params <= layers:
+                group.is_first_batch = False
+                group.per_param_grad_ready_counts = {}
+                group.golden_per_param_grad_ready_counts = dict.fromkeys(group.params, 1)
+                group.is_last_microbatch = True
+
     def chunk_finished(self, chunk: int) -> None:
-        """Reduce a chunk's gradients: they are final on this rank."""
+        """Reduce what is left of a chunk's gradients: they are final on this rank."""
         self.models[chunk].sum_fusion_gradients()
+        for group in self._overlapped(chunk):
+            counts = group.per_param_grad_ready_counts
+            if not counts or counts != group.golden_per_param_grad_ready_counts:
+                group.start_grad_sync()
+            # Its hooks have nothing to say any more: another chunk may share a weight.
+            group.is_last_microbatch = False
+
+    def _overlapped(self, chunk: int) -> list[Any]:
+        """Bucket groups whose reduction overlaps with the backward, in Megatron's order."""
         wrapped = self.chunks[chunk]
-        if isinstance(wrapped, DistributedDataParallel) and wrapped.ddp_config.overlap_grad_reduce:
-            wrapped.start_grad_sync()
+        if not isinstance(wrapped, DistributedDataParallel):
+            return []
+        if not wrapped.ddp_config.overlap_grad_reduce:
+            return []
+        return wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups
 
     def close_parameter_gathers(self) -> None:
         """Wait for gathers that no module of this step waited for (the fusion's, if K = 1)."""

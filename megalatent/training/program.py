@@ -82,6 +82,7 @@ class MegatronProgram:
         recompute: switches activation recomputation per pass.
         recorder: takes the times of parts of actions; or None, which costs nothing.
         training: False runs forwards and heads without gradients.
+        on_last_backward: called with a chunk's index before its last backward.
         on_chunk_finished: called with a chunk's index once its gradients are final here.
     """
 
@@ -96,6 +97,7 @@ class MegatronProgram:
         recompute: RecomputeSwitch,
         training: bool,
         recorder: PartRecorder | None = None,
+        on_last_backward: Callable[[int], None] = lambda chunk: None,
         on_chunk_finished: Callable[[int], None] = lambda chunk: None,
     ) -> None:
         self.chunks = chunks
@@ -106,6 +108,7 @@ class MegatronProgram:
         self.recompute = recompute
         self.training = training
         self.recorder = recorder
+        self.on_last_backward = on_last_backward
         self.on_chunk_finished = on_chunk_finished
         self.config = chunks[0].config
         self._visits: dict[tuple[int, int, int], Visit] = {}
@@ -192,6 +195,9 @@ class MegatronProgram:
             if model.pre_process and k == 1:
                 self._tokens_backward(action)
         return None if visit.stage_input is None else visit.stage_input.grad
+
+    def last_backward(self, chunk: int) -> None:
+        self.on_last_backward(chunk)
 
     def chunk_finished(self, chunk: int) -> None:
         with self._part("reduce"):

@@ -165,12 +165,12 @@ class LatentSchedule:
         )
         sync = GradientSync(chunks, models, config)
 
-        def chunk_finished(chunk: int) -> None:
+        def last_backward(chunk: int) -> None:
             if chunk == len(chunks) - 1:
                 # All losses are known, and Megatron has not yet looked at the gradients, of which
                 # it could not say which pass spoilt them.
                 self._check(loss)
-            sync.chunk_finished(chunk)
+            sync.last_backward(chunk)
 
         batches = self._batches(
             data_iterator, position.consumed_samples, num_microbatches, micro_batch_size
@@ -185,7 +185,8 @@ class LatentSchedule:
             recompute=self._recompute_switch(config),
             recorder=recorder,
             training=not forward_only,
-            on_chunk_finished=chunk_finished,
+            on_last_backward=last_backward,
+            on_chunk_finished=sync.chunk_finished,
         )
         ring = self._channels()
         executor = Executor(ring, watch=self.watch, recorder=recorder)

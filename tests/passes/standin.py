@@ -48,6 +48,11 @@ class StandIn:
         rank: of this stage.
         costs: how long actions sleep, in seconds; None not at all.
         on_action: called with the index of each action as it begins.
+
+    Attributes:
+        done: the actions, in order.
+        finished: chunks with how many actions came before their end, and negated before their
+            last backward.
     """
 
     plan: Plan
@@ -78,6 +83,9 @@ class StandIn:
         else:
             self._check(action, gradient, -(behind + 2))
         return None if behind == 0 else self._tensor(action, -(behind + 1))
+
+    def last_backward(self, chunk: int) -> None:
+        self.finished.append((chunk, -len(self.done)))
 
     def chunk_finished(self, chunk: int) -> None:
         self.finished.append((chunk, len(self.done)))

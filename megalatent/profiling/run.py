@@ -1,0 +1,240 @@
+"""Recording chosen steps of a training run: when, on which ranks, and where it all comes together."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megalatent.passes.costs import Costs
+from megalatent.passes.plan import Plan
+from megalatent.profiling.clock import Alignment, align, make_clock
+from megalatent.profiling.memory import KeptTensors, make_meter
+from megalatent.profiling.recorder import KeptCounter, RecordedStep, StepRecorder
+from megalatent.profiling.records import ACTIONS, Activation, Case, RankInfo, Recording, Step
+from megalatent.profiling.run_facts import model_facts
+
+__all__ = ["RunProfiler", "case_name", "join_cases"]
+
+
+class RunProfiler:
+    """Records steps of one training run on this rank.
+
+    Without one, a run does nothing of all this. All ranks of the run have one: those that are not
+    recorded take part in making the group of those that are.
+
+    Args:
+        steps: iterations to record, 0-based.
+        count: iterations in which the bytes that visits keep are counted; they are not timed.
+        replicas: data-parallel replicas to record, from the first; of each, the first TP and CP
+            rank of every stage.
+        passes: K of the micro-batches of an iteration, in place of those that the run would draw;
+            None: as the run draws them.
+        done: called on the first recorded rank with the recording.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: Collection[int],
+        count: Collection[int] = (),
+        replicas: int = 1,
+        passes: Callable[[int, int], Sequence[int]] | None = None,
+        done: Callable[[Recording], None],
+    ) -> None:
+        self.steps = frozenset(steps)
+        self.count = frozenset(count)
+        self.replicas = replicas
+        self.passes = passes
+        self.done = done
+        self._session: Any = None
+        self._group: Any = None
+        self._recorder: StepRecorder | None = None
+        self._counter: KeptCounter | None = None
+        self._before: Alignment | None = None
+        self._ranks: list[tuple[bool, int, int]] = []
+
+    # -- hooks of the run -------------------------------------------------------------------
+
+    def attach(self, session: Any, optimizer: Any) -> None:
+        """The model and its optimiser are made, and have not taken a step."""
+        self._session = session
+        schedule = session.schedule()
+        if self.passes is not None:
+            schedule.sampler = _Given(self.passes)
+        update = optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            recorder = schedule.recorder
+            if recorder is None:
+                return update(*args, **kwargs)
+            recorder.begin("optimizer")
+            result = update(*args, **kwargs)
+            recorder.end("optimizer")
+            return result
+
+        optimizer.step = step
+
+    def train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's `train_step`, recorded where it is to be."""
+
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            schedule = self._session.schedule()
+            iteration = schedule.position().iteration
+            if iteration in self.count:
+                return self._counted(lambda: original(*args, **kwargs))
+            if iteration not in self.steps:
+                return original(*args, **kwargs)
+            if self._before is None:
+                self._begin()
+            recorder = schedule.recorder = self._recorder
+            if recorder is not None:
+                recorder.step_begins(iteration)
+            result = original(*args, **kwargs)
+            if recorder is not None:
+                recorder.step_ends(schedule.last_plan)
+            schedule.recorder = None
+            if iteration == max(self.steps):
+                self._finish()
+            return result
+
+        return train_step
+
+    # -- on this rank -----------------------------------------------------------------------
+
+    def _counted(self, step: Callable[[], Any]) -> Any:
+        schedule = self._session.schedule()
+        if self._counter is None:
+            weights = [w for model in self._session.models for w in model.parameters()]
+            self._counter = KeptCounter(KeptTensors(weights))
+        schedule.recorder = self._counter
+        result = step()
+        schedule.recorder = None
+        return result
+
+    def _begin(self) -> None:
+        """Between two steps: who records, on which clock."""
+        mine = (self._is_recorded(), parallel_state.get_data_parallel_rank(), _stage())
+        self._ranks = [mine] * dist.get_world_size()
+        dist.all_gather_object(self._ranks, mine)
+        recorded = [rank for rank, (is_recorded, *_) in enumerate(self._ranks) if is_recorded]
+        self._group = dist.new_group(recorded, backend="gloo", group_desc="latent_profile")
+        if mine[0]:
+            self._before = align(self._group)
+            device = torch.device(torch.cuda.current_device())
+            self._recorder = StepRecorder(make_clock(device), make_meter(device))
+        else:
+            self._before = Alignment(0, 0, 0)
+
+    def _is_recorded(self) -> bool:
+        return (
+            parallel_state.get_data_parallel_rank() < self.replicas
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+
+    def _finish(self) -> None:
+        """Between two steps: bring all ranks' steps to the first one."""
+        if self._recorder is None:
+            return
+        assert self._before is not None
+        after = align(self._group)
+        steps = self._recorder.finish(Alignment.between(self._before, after))
+        stage = _stage()
+        info = RankInfo(
+            rank=dist.get_rank(),
+            stage=stage,
+            replica=parallel_state.get_data_parallel_rank(),
+            host=socket.gethostname(),
+            device=_device_name(),
+            clock_error=max(self._before.error, after.error),
+        )
+        counted = self._counter.bytes.items() if self._counter else ()
+        kept = [Activation(stage, chunk, k, size) for (chunk, k), size in counted]
+        mine = (info, steps, kept, model_facts(self._session))
+        first = self._group.rank() == 0
+        every: list[Any] | None = [None] * self._group.size() if first else None
+        dist.gather_object(mine, every, dst=dist.get_global_rank(self._group, 0), group=self._group)
+        if every is not None:
+            self.done(self._recording(every))
+
+    def _recording(self, every: list[Any]) -> Recording:
+        every.sort(key=lambda given: (given[0].replica, given[0].stage))
+        facts = every[0][3]
+        layers = [0] * (facts["stages"] * facts["chunks"])
+        for info, _, _, own in every:
+            for chunk, count in enumerate(own["own_layers"]):
+                layers[chunk * facts["stages"] + info.stage] = count
+        del facts["own_layers"]
+        meter = make_meter(torch.device(torch.cuda.current_device()))
+        return Recording(
+            ranks=tuple(info for info, *_ in every),
+            cases=join_cases(
+                [info.stage for info, *_ in every],
+                [steps for _, steps, _, _ in every],
+                self._session.schedule().costs,
+            ),
+            memory_kind="" if meter is None else meter.kind,
+            activations=tuple(sorted({item for _, _, kept, _ in every for item in kept})),
+            facts={**facts, "layers": layers},
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+class _Given:
+    """A sampler of passes that draws nothing."""
+
+    def __init__(self, passes: Callable[[int, int], Sequence[int]]) -> None:
+        self._passes = passes
+
+    def passes(self, iteration: int, micro_batches: int) -> tuple[int, ...]:
+        return tuple(self._passes(iteration, micro_batches))
+
+
+def join_cases(
+    stages: Sequence[int], ranks: Sequence[Sequence[RecordedStep]], costs: Costs
+) -> tuple[Case, ...]:
+    """Steps of all ranks side by side, those with the same passes in one case.
+
+    Times are moved so that the first step begins at 0. A step in which a rank did not do exactly
+    what the plan says (Megatron repeats a step to look into a bad loss) is left out.
+
+    Args:
+        stages: of each rank.
+        ranks: the recorded steps of each rank, all of the same iterations.
+        costs: what the planner assumed.
+    """
+    zero = min((steps[0].step.start for steps in ranks if steps), default=0)
+    found: dict[tuple[int, ...], tuple[Plan, list[Step]]] = {}
+    for steps in zip(*ranks, strict=True):
+        iteration, plan, _ = steps[0]
+        if all(
+            [span.action for span in own.step.of_kind(*ACTIONS)] == list(plan.actions[stage])
+            for stage, own in zip(stages, steps, strict=True)
+        ):
+            step = Step(iteration, tuple(own.step.moved(-zero) for own in steps))
+            found.setdefault(plan.passes, (plan, []))[1].append(step)
+    return tuple(
+        Case(name=case_name(passes), plan=plan, costs=costs, steps=tuple(steps))
+        for passes, (plan, steps) in sorted(found.items(), key=lambda item: (sum(item[0]), item[0]))
+    )
+
+
+def case_name(passes: Sequence[int]) -> str:
+    """How tables call steps with these K."""
+    if len(set(passes)) == 1:
+        return f"K = {passes[0]}"
+    return "K = " + " + ".join(f"{passes.count(k)}x{k}" for k in sorted(set(passes)))
+
+
+def _stage() -> int:
+    return parallel_state.get_pipeline_model_parallel_rank()
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -21,12 +21,13 @@ from megalatent.config import Config
 __all__ = ["run"]
 
 
-def run(config: Config) -> None:
+def run(config: Config, profiler: Any = None) -> None:
     """Train as configured, on this rank of a run that has been launched.
 
     Args:
         config: loaded and checked. ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
             ``MASTER_PORT`` are in the environment.
+        profiler: a ``RunProfiler``, which records some steps; or None, which costs nothing.
 
     Raises:
         UserError: the checkpoint does not fit the model.
@@ -52,7 +53,7 @@ def run(config: Config) -> None:
         args.recompute_granularity = "full"
         args.recompute_method = "uniform"
         args.recompute_num_layers = 1
-    session = Session(config, args, open_tensorboard)
+    session = Session(config, args, open_tensorboard, profiler)
     model_config = gpt_config_from_args(args)
     model_config.transformer_layer_spec = layer_spec
     model_config.pre_wrap_hooks.append(session.wrap)
@@ -91,15 +92,23 @@ class Session:
         config: the run's configuration.
         args: Megatron's arguments, validated.
         open_tensorboard: Megatron's function, to be called once the checkpoint is loaded.
+        profiler: as for ``run``.
     """
 
-    def __init__(self, config: Config, args: Any, open_tensorboard: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        args: Any,
+        open_tensorboard: Callable[[Any], None],
+        profiler: Any = None,
+    ) -> None:
         from megalatent.training.freeze import FusionFreeze
         from megalatent.training.metrics import RunState
 
         self.config = config
         self.args = args
         self._open_tensorboard = open_tensorboard
+        self._profiler = profiler
         self.models: list[Any] = []
         self.iteration = 0  # steps done; 0 before the first of this process
         self.state = RunState()
@@ -141,6 +150,8 @@ class Session:
         around(training, "setup_model_and_optimizer", self._setup)
         around(training, "evaluate", self._evaluate)
         around(training, "training_log", self._after_step)
+        if self._profiler is not None:
+            around(training, "train_step", self._profiler.train_step)
         around(training, "num_floating_point_operations", self._flops)
         around(checkpointing, "check_checkpoint_args", self._checkpoint_args)
         around(
@@ -158,6 +169,8 @@ class Session:
             self._open_tensorboard(self.args)
             self.freeze.attach(optimizer, self.models)
             self.freeze.updates = self.state.fusion_updates
+            if self._profiler is not None:
+                self._profiler.attach(self, optimizer)
             return model, optimizer, scheduler
 
         return setup_model_and_optimizer

@@ -41,7 +41,7 @@ kernels: setup ## build the compiled fusion kernels anew (C++; CUDA where nvcc i
 
 lock: setup ## resolve the dependencies anew into requirements.lock
 	$(BIN)/python -m pip install --quiet "uv==$$(sed -n 's/^UV_VERSION=//p' tools/setup.sh)"
-	$(BIN)/uv pip compile pyproject.toml --extra hf --extra optim --extra profile --extra dev \
+	$(BIN)/uv pip compile pyproject.toml --extra hf --extra optim --extra profile --extra quantize --extra dev \
 	  --universal --python-version 3.12 --generate-hashes --no-annotate --no-header \
 	  --no-emit-index-url --quiet -o requirements.lock
 

@@ -64,8 +64,8 @@ def test_every_action_once_and_in_order(stages: int) -> None:
             assert tuple(done) == plan.actions[rank], plan.strategy
             # A chunk is finished right after its last backward, which is announced, both once.
             ends = {a.chunk: i for i, a in enumerate(plan.actions[rank]) if a.kind == "B"}
-            expected = [[(chunk, -index), (chunk, index + 1)] for chunk, index in ends.items()]
-            assert sorted(finished) == sorted(sum(expected, []))
+            expected = [(chunk, at) for chunk, i in ends.items() for at in (-i, i + 1)]
+            assert sorted(finished) == sorted(expected)
 
 
 def test_plan_whose_consumers_are_not_in_sending_order() -> None:

@@ -117,10 +117,10 @@ class _Times:
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self.plan, self.costs = plan, costs
-        self.known: dict[tuple[int, str, int, bool], float] = {}
+        self.known: dict[tuple[int, str, int, int], float] = {}
 
     def of(self, action: Action, rank: int) -> float:
-        key = (rank, action.kind, action.chunk, action.k > 1)
+        key = (rank, action.kind, action.chunk, action.k)
         if key not in self.known:
             self.known[key] = duration(action, rank, self.plan, self.costs)
         return self.known[key]

@@ -61,8 +61,8 @@ class StageProgram(Protocol):
 class Recorder(Protocol):
     """Takes the times of a step; see :mod:`megalatent.profiling`.
 
-    Kinds are those of the actions (F, B, H), ``wait`` for an action's input, and ``send`` for a
-    receiver to make room, or at the end to receive what is still open.
+    Kinds are those of the actions (F, B, H), ``wait`` for an action's input, and ``send`` to hand
+    an output over, or at the end for what is still open.
     """
 
     def begin(self, kind: str, action: Action) -> None: ...
@@ -185,11 +185,13 @@ class _Run:
                 raise
         if not self.alone:
             last = len(self.mine) - 1
+            if self.recorder:
+                self.recorder.begin("send", self.mine[-1])
             for outbox, stage in ((self.forward_out, self.after), (self.backward_out, self.before)):
                 while len(outbox):
                     self._sending(last, stage, outbox.oldest)
                     outbox.finish_oldest(on_host=False)
-                    self._sent(len(self.mine) - 1)
+            self._end("send", self.mine[-1])
 
     def _perform(self, index: int, action: Action, last: bool) -> None:
         if action.kind == "F":
@@ -258,23 +260,19 @@ class _Run:
             if kind == "F"
             else (self.backward_out, self.index_before)
         )
+        if self.recorder:
+            self.recorder.begin("send", self.mine[index])
         while outbox.full:
             self._sending(index, rank, outbox.oldest)
             outbox.finish_oldest()
-            self._sent(index)
         outbox.send(tensor.contiguous(), indices[consumer])
+        self._end("send", self.mine[index])
 
     # -- telling others ---------------------------------------------------------------------
 
     def _sending(self, index: int, stage: int, consumer_index: int) -> None:
         if self.watch:
             self.watch.sending(index, stage, consumer_index)
-        if self.recorder:
-            self.recorder.begin("send", self.mine[index])
-
-    def _sent(self, index: int) -> None:
-        if self.recorder:
-            self.recorder.end("send", self.mine[index])
 
     def _begin(self, index: int, kind: str, action: Action) -> None:
         if self.watch:

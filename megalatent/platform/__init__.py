@@ -8,8 +8,10 @@ present it applies the upstream fixes and nothing else. Every name it replaces i
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -46,8 +48,9 @@ def install() -> None:
             takes other parameters than it did in the version this was written for.
     """
     install_torch()
-    with _quiet_imports():
+    with _quiet_imports(), _without_modelopt():
         apply(patches())
+        importlib.import_module("megatron.training.training")
 
 
 def patches() -> tuple[Patch, ...]:
@@ -79,6 +82,24 @@ def _quiet_imports() -> Iterator[None]:
             yield
         finally:
             extensions.setLevel(level)
+
+
+@contextlib.contextmanager
+def _without_modelopt() -> Iterator[None]:
+    """Without an import of modelopt that Megatron cannot use.
+
+    `megatron.training` imports modelopt wherever it is installed, which takes every rank seven
+    seconds, and then drops it where `megatron.post_training` is missing, as in megatron-core's
+    wheel. Later imports find modelopt as usual.
+    """
+    if "modelopt" in sys.modules or importlib.util.find_spec("megatron.post_training") is not None:
+        yield
+        return
+    sys.modules["modelopt"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["modelopt"]
 
 
 def _has_fused_adam() -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,3 +62,17 @@ def test_nothing_but_upstream_fixes_where_cuda_is_present(monkeypatch: pytest.Mo
     fixes = upstream.UPSTREAM_FIXES + upstream.TORCH_OPTIMIZER_FIXES
     assert set(platform.patches()) <= set(fixes)
     assert set(upstream.UPSTREAM_FIXES) <= set(platform.patches())
+
+
+def test_megatron_does_not_import_a_modelopt_that_it_cannot_use(tmp_path: Path) -> None:
+    (tmp_path / "modelopt.py").write_text("print('modelopt imported')\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from megalatent import platform; platform.install()\n"
+        "import megatron.training.training; print('ready'); import modelopt"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.split("\n")[-3:] == ["ready", "modelopt imported", ""], done.stderr
+    assert "modelopt imported" not in done.stdout.split("ready")[0]

@@ -177,3 +177,25 @@ def test_packed_sequences_in_thd_layout() -> None:
         for name, gradient in expected.gradients[0].items():
             error = (result.gradients[0][name] - gradient).norm()
             assert error <= GRADIENT * gradient.norm(), f"{layout}: {name}"
+
+
+def _uneven(rank: int, layout: Layout, setup: Setup) -> tuple[int, list[Result]]:
+    results = _train(rank, layout, (setup,), 1)
+    return len(Rig(setup, layout).models[0].decoder.layers), results
+
+
+@pytest.mark.parametrize("split", ["E|ttttL", "Etttt|L", "Et|tttL"])
+def test_uneven_stages(split: str) -> None:
+    """Layers as `megalatent plan --suggest-split` may divide them: also a stage without any."""
+    setup = Setup(passes=(3, 2), config={"pipeline_model_parallel_layout": split})
+    even = replace(setup, config={})
+    results = run_ranks(2, _uneven, Layout(pp=2), setup, timeout=120)
+    assert [layers for layers, _ in results] == [part.count("t") for part in split.split("|")]
+    expected = _reference((even,), 1)[0]
+    result = results[0][1][0]
+    for a, b in zip(result.losses, expected.losses, strict=True):
+        assert all(abs(a[k] - b[k]) < LOSS for k in b)
+    for a, b in zip(result.gradients, expected.gradients, strict=True):
+        assert a.keys() == b.keys()
+        for name in b:
+            assert (a[name] - b[name]).norm() <= GRADIENT * b[name].norm() + 1e-12, name

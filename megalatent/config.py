@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalatent.config_latent import FusionConfig, LatentConfig, PassesConfig, SftConfig
+from megalatent.config_latent import (
+    FusionConfig,
+    LatentConfig,
+    ModelConfig,
+    PassesConfig,
+    SftConfig,
+)
+from megalatent.config_optimizer import DecayPhaseConfig, NorMuonConfig
 from megalatent.config_schedule import PhaseConfig
 from megalatent.config_values import nearest, write_dataclass
 from megalatent.config_yaml import apply_overrides, read_yaml
@@ -22,8 +29,11 @@ from megalatent.errors import UserError
 
 __all__ = [
     "Config",
+    "DecayPhaseConfig",
     "FusionConfig",
     "LatentConfig",
+    "ModelConfig",
+    "NorMuonConfig",
     "PassesConfig",
     "PhaseConfig",
     "SftConfig",

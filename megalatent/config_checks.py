@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from megalatent.config_files import check_files
 from megalatent.config_megatron import options, parse
+from megalatent.config_model import check_model
+from megalatent.config_optimizer import check_optimizer
 from megalatent.config_parallel import check_parallel
 from megalatent.errors import UserError
 
@@ -48,7 +50,9 @@ def check(config: Config, world_size: int) -> None:
     args = parse(config.megatron_argv())
     _check_required(args)
     _check_values(args)
+    check_model(config.latent.model, args)
     _check_packages(args)
+    check_optimizer(config, args)
     check_parallel(args, world_size)
     _check_batches(args)
     _check_phases(config, args)

@@ -7,11 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megalatent.config_model import ModelConfig, depth_multiplier
+from megalatent.config_optimizer import DecayPhaseConfig, NorMuonConfig
 from megalatent.config_schedule import PhaseConfig, check_passes, read_schedule
 from megalatent.config_values import choose, read_dataclass, require
 from megalatent.errors import UserError
 
-__all__ = ["FusionConfig", "LatentConfig", "PassesConfig", "Recompute", "SftConfig"]
+__all__ = [
+    "FusionConfig",
+    "LatentConfig",
+    "ModelConfig",
+    "PassesConfig",
+    "Recompute",
+    "SftConfig",
+]
 
 Recompute = Literal["never", "extra", "all"]
 _RECOMPUTE = ("never", "extra", "all")
@@ -87,6 +96,8 @@ def _fill_nulls(given: Mapping[str, Any], megatron: Mapping[str, Any]) -> dict[s
     init_std = value_of(megatron, "init_method_std")
     _fill(fusion, {"jitter": jitter, "prefix_mixin": mixin, "init_std": init_std})
     filled = {**given, "fusion": fusion}
+    if "model" in given:
+        filled["model"] = depth_multiplier(given["model"], value_of(megatron, "num_layers"))
     _fill(filled, {"seed": value_of(megatron, "seed")})
     return filled
 
@@ -221,9 +232,12 @@ class LatentConfig:
     """
 
     seed: int = 1234
+    model: ModelConfig = field(default_factory=ModelConfig)
     fusion: FusionConfig = field(default_factory=FusionConfig)
     passes: PassesConfig = field(default_factory=PassesConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    optimizer: NorMuonConfig = field(default_factory=NorMuonConfig)
+    decay_phase: DecayPhaseConfig = field(default_factory=DecayPhaseConfig)
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, "latent.seed", self.seed, "is negative", "give 0 or more")
@@ -280,4 +294,7 @@ def _without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
             for key, value in fusion.items()
             if value is not None or key not in ("jitter", "prefix_mixin", "init_std")
         }
+    if "model" in result:
+        # Which depth is not known yet; any stands for it.
+        result["model"] = depth_multiplier(result["model"], 1)
     return result

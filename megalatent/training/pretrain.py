@@ -7,6 +7,7 @@ up its schedule and its hooks (``_HOOKS``).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -41,21 +42,22 @@ def run(config: Config, profiler: Any = None) -> None:
     )
     from megatron.training.arguments import parse_and_validate_args
 
-    from megalatent.model.layers import layer_spec
+    from megalatent.model.layers import layer_spec, unscale_branches
     from megalatent.training.data import dataset_provider
 
     # Megatron parses the command line, in several places.
     sys.argv = [sys.argv[0], *config.megatron_argv()]
-    open_tensorboard = _put_off_tensorboard()
+    open_writers = _put_off_writers()
     args = parse_and_validate_args()
     args.latent_config = config.resolved()["latent"]
     if config.latent.passes.recomputes:
         args.recompute_granularity = "full"
         args.recompute_method = "uniform"
         args.recompute_num_layers = 1
-    session = Session(config, args, open_tensorboard, profiler)
+    session = Session(config, args, open_writers, profiler)
     model_config = gpt_config_from_args(args)
-    model_config.transformer_layer_spec = layer_spec
+    unscale_branches(model_config.transformer, config.latent.model)
+    model_config.transformer_layer_spec = functools.partial(layer_spec, model=config.latent.model)
     model_config.pre_wrap_hooks.append(session.wrap)
     container = pretrain_cfg_container_from_args(args, model_config)
     session.install_hooks()
@@ -70,19 +72,27 @@ def run(config: Config, profiler: Any = None) -> None:
     session.ends(None)
 
 
-def _put_off_tensorboard() -> Callable[[Any], None]:
-    """Keep Megatron from making TensorBoard's folder while it reads its arguments.
+def _put_off_writers() -> Callable[[Any], None]:
+    """Keep Megatron from opening TensorBoard and W&B while it reads its arguments.
 
-    A run that is refused because of its checkpoint leaves no folder behind.
+    Both make folders, and W&B a run on its server: a run that is refused because of its checkpoint
+    leaves neither behind.
 
     Returns:
-        Megatron's function that opens the writer.
+        A function that opens what Megatron would have.
     """
     from megatron.training import global_vars
 
-    original = global_vars._set_tensorboard_writer
-    global_vars._set_tensorboard_writer = lambda args: None
-    return original
+    names = ("_set_tensorboard_writer", "_set_wandb_writer")
+    originals = [getattr(global_vars, name) for name in names]
+    for name in names:
+        setattr(global_vars, name, lambda args: None)
+
+    def open_writers(args: Any) -> None:
+        for original in originals:
+            original(args)
+
+    return open_writers
 
 
 class Session:
@@ -91,7 +101,7 @@ class Session:
     Args:
         config: the run's configuration.
         args: Megatron's arguments, validated.
-        open_tensorboard: Megatron's function, to be called once the checkpoint is loaded.
+        open_writers: opens TensorBoard and W&B, to be called once the checkpoint is loaded.
         profiler: as for ``run``.
     """
 
@@ -99,21 +109,26 @@ class Session:
         self,
         config: Config,
         args: Any,
-        open_tensorboard: Callable[[Any], None],
+        open_writers: Callable[[Any], None],
         profiler: Any = None,
     ) -> None:
         from megalatent.training.freeze import FusionFreeze
+        from megalatent.training.fusion_norm import FusionGradientNorm
         from megalatent.training.metrics import RunState
 
         self.config = config
         self.args = args
-        self._open_tensorboard = open_tensorboard
+        self._open_writers = open_writers
         self._profiler = profiler
         self.models: list[Any] = []
         self.iteration = 0  # steps done; 0 before the first of this process
         self.state = RunState()
         self.freeze = FusionFreeze(config.latent.fusion.warmup_iters)
+        self.fusion_norm = FusionGradientNorm()
+        self._step_flops: list[float] = []  # since Megatron's last line; one number a step
+        self._in_log = False
         self._schedule: Any = None
+        self._scheduler: Any = None  # of the learning rate; None if the run does not train
         self._metrics: Any = None
 
     # -- model ------------------------------------------------------------------------------
@@ -137,15 +152,21 @@ class Session:
 
         from megalatent.checkpoint.fresh import FreshFusion
         from megalatent.model.layers import mtp_spec
+        from megalatent.training import optimizer
 
         def around(module: Any, name: str, make: Callable[[Any], Any]) -> None:
             setattr(module, name, make(getattr(module, name)))
 
+        optimizer.install(self.config.latent, self.args)
         around(training, "get_forward_backward_func", lambda _: self._forward_backward_func)
         around(
             gpt,
             "mtp_block_spec",
-            lambda _: lambda config, _layers, vp_stage=None: mtp_spec(config, vp_stage=vp_stage),
+            lambda _: (
+                lambda config, _layers, vp_stage=None: mtp_spec(
+                    config, vp_stage=vp_stage, model=self.config.latent.model
+                )
+            ),
         )
         around(training, "setup_model_and_optimizer", self._setup)
         around(training, "evaluate", self._evaluate)
@@ -166,9 +187,11 @@ class Session:
     def _setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             model, optimizer, scheduler = original(*args, **kwargs)
-            self._open_tensorboard(self.args)
+            self._open_writers(self.args)
             self.freeze.attach(optimizer, self.models)
+            self.fusion_norm.attach(optimizer, self.models)  # after it: sees no hidden gradient
             self.freeze.updates = self.state.fusion_updates
+            self._scheduler = scheduler
             if self._profiler is not None:
                 self._profiler.attach(self, optimizer)
             return model, optimizer, scheduler
@@ -191,6 +214,7 @@ class Session:
         schedule, metrics = self.schedule(), self.metrics()
         if not forward_only:
             metrics.step_begins()
+            schedule.z_loss = self._scheduler.z_loss
         result = schedule(forward_only=forward_only, **kwargs)
         if not forward_only:
             self.freeze.plain_step = max(schedule.last_passes) == 1
@@ -200,51 +224,86 @@ class Session:
         # Megatron logs a step as soon as it is done, before it evaluates or saves.
         def training_log(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs).arguments
-            self._log_step(bound["iteration"], bound["learning_rate"])
-            return original(*args, **kwargs)
+            iteration = bound["iteration"]
+            self._log_step(iteration, bound["learning_rate"], skipped=bool(bound["skipped_iter"]))
+            self._in_log = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._in_log = False
+                # After its first line of a run Megatron goes on with the same interval.
+                first = bound.get("is_first_iteration", False)
+                if iteration % self.args.log_interval == 0 and not first:
+                    self._step_flops.clear()
 
         signature = inspect.signature(original)
         return training_log
 
-    def _log_step(self, iteration: int, learning_rate: float | None) -> None:
-        from megatron.training.global_vars import get_tensorboard_writer
-
+    def _log_step(self, iteration: int, learning_rate: float | None, *, skipped: bool) -> None:
         args, schedule, metrics = self.args, self.schedule(), self.metrics()
         samples = len(schedule.last_passes) * args.micro_batch_size * args.data_parallel_size
-        metrics.step_ends(schedule.last_passes, args.data_parallel_size, samples * args.seq_length)
+        metrics.step_ends(
+            schedule.last_passes,
+            args.data_parallel_size,
+            samples * args.seq_length,
+            self._step_flops[-1],
+        )
         self.iteration = iteration
+        self.fusion_norm.step_ends(fused=not self.freeze.plain_step)
+        # On every rank alike, also on those that hold no part of the fusion: Megatron compares
+        # what the ranks would save.
+        self.freeze.updates += not self.freeze.plain_step and not skipped
         self.state.fusion_updates = self.freeze.updates
         args.latent_state = self.state.to_dict()
         if iteration % args.log_interval == 0 or iteration == 1:
+            norm = self.fusion_norm.read(metrics.fused_steps, _groups_of_fusion())
             metrics.train(
-                schedule.train_sums,
+                list(schedule.train_sums.values()),
                 iteration=iteration,
                 total=args.train_iters,
                 consumed_samples=args.consumed_train_samples,
-                writer=get_tensorboard_writer(),
-                extra={} if learning_rate is None else {"learning_rate": learning_rate},
+                writers=_writers(),
+                fusion_gradient_norm=norm,
+                learning_rate=learning_rate,
             )
+            schedule.train_sums.clear()
 
     def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            from megatron.training.global_vars import get_tensorboard_writer
-
             schedule = self.schedule()
             schedule.eval_sums.clear()
             result = original(*args, **kwargs)
             self.metrics().evaluation(
                 schedule.eval_sums,
                 iteration=self.iteration or self.args.iteration,
-                writer=get_tensorboard_writer(),
+                writers=_writers(),
             )
             return result
 
         return evaluate
 
     def _flops(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def num_floating_point_operations(*args: Any, **kwargs: Any) -> Any:
-            passes = self.schedule().last_passes
-            return original(*args, **kwargs) * (sum(passes) / len(passes) if passes else 1)
+        from megalatent.training.flops import StepFlops
+
+        flops = StepFlops(self.args, self.config.latent, original)
+
+        def num_floating_point_operations(
+            args: Any,
+            batch_size: int,
+            seqlen_squared_sum_in_batch: float | None = None,
+            total_real_tokens_in_batch: float | None = None,
+        ) -> float:
+            if self._in_log:
+                # Megatron divides by the mean time of the steps since its last line, and K varies.
+                return sum(self._step_flops) / len(self._step_flops)
+            step = flops.step(
+                batch_size,
+                self.schedule().last_passes,
+                squares=seqlen_squared_sum_in_batch,
+                tokens=total_real_tokens_in_batch,
+            )
+            self._step_flops.append(step)
+            return step
 
         return num_floating_point_operations
 
@@ -274,6 +333,24 @@ def _print_rank_0(line: str) -> None:
     from megatron.training import print_rank_0
 
     print_rank_0(line)
+
+
+def _writers() -> Any:
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    from megalatent.training.metrics import Writers
+
+    return Writers(get_tensorboard_writer(), get_wandb_writer())
+
+
+def _groups_of_fusion() -> list[Any]:
+    """Ranks that share the fusion's stage, and ranks of all stages."""
+    from megatron.core import parallel_state
+
+    return [
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_model_parallel_group(),
+    ]
 
 
 def _say_changes(before: Any, now: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megalatent import kernels
-from megalatent.config import FusionConfig, LatentConfig, PassesConfig
+from megalatent.config import FusionConfig, LatentConfig, ModelConfig, PassesConfig
 from megalatent.model.batch import RowSettings
 from megalatent.model.build import latent_model
 from megalatent.model.fusion import FUSIONS
@@ -44,6 +44,8 @@ class Setup:
         packed: rows hold several documents, isolated by attention masks.
         thd: packed rows are given as THD sequences instead.
         std: of all matrices.
+        model: what the layers have besides Megatron's options.
+        window: Megatron's `window_size` and `window_attn_skip_freq`, or None.
     """
 
     fusion: str = "gated"
@@ -68,11 +70,14 @@ class Setup:
     config: Mapping[str, Any] = field(default_factory=dict)
     std: float = 0.1
     plain_prompts: bool = False
+    model: ModelConfig = field(default_factory=ModelConfig)
+    window: tuple[tuple[int, int], int] | None = None
 
     def latent(self) -> LatentConfig:
         fuses = self.fusion != "none"
         return LatentConfig(
             seed=SEED,
+            model=self.model,
             fusion=FusionConfig(
                 kind=self.fusion,
                 input_norm=self.input_norm,  # type: ignore[arg-type]
@@ -92,7 +97,18 @@ class Setup:
 
     def shape(self) -> Shape:
         """What the oracle must be told of the model."""
-        return Shape(layers=self.layers, heads=4, groups=2, head_dim=self.hidden // 4, vocab=VOCAB)
+        window = {} if self.window is None else {"window": self.window[0][0] + 1}
+        every = None if self.window is None else self.window[1]
+        return Shape(
+            layers=self.layers,
+            heads=4,
+            groups=2,
+            head_dim=self.hidden // 4,
+            vocab=VOCAB,
+            full_every=every,
+            multiplier=self.model.residual_multiplier,
+            **window,
+        )
 
     def starts(self, samples: Sequence[int]) -> torch.Tensor:
         """Document starts of these samples, ``[b, S]`` bool."""
@@ -215,6 +231,8 @@ class Rig:
                 "recompute_method": "uniform",
                 "recompute_num_layers": 1,
             }
+        if setup.window is not None:
+            kwargs["window_size"], kwargs["window_attn_skip_freq"] = setup.window
         layout = self.layout.config_kwargs() | {"pipeline_dtype": setup.dtype}
         return TransformerConfig(**{**kwargs, **layout, **setup.config})
 
@@ -224,7 +242,7 @@ class Rig:
         multiple = 8 * self.layout.tp
         backbone = GPTModel(
             self.config,
-            layer_spec(self.config, vp_stage=vp_stage),
+            layer_spec(self.config, vp_stage=vp_stage, model=self.setup.model),
             -(-VOCAB // multiple) * multiple,
             self.setup.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -294,7 +312,7 @@ class Rig:
         """Loss per pass of the last step, reduced over all ranks; the same on every rank."""
         import torch.distributed as dist
 
-        sums = self.schedule.eval_sums if evaluation else self.schedule.train_sums
+        sums = self.schedule.eval_sums if evaluation else [*self.schedule.train_sums.values()]
         mine = {k: v.tolist() for k, v in sums[-1].loss.items()} if sums else {}
         keep = parallel_state.get_tensor_model_parallel_rank() == 0
         every: list[Any] = [None] * dist.get_world_size()

@@ -1,7 +1,6 @@
 """The method in slow, plain PyTorch: the independent check of everything else.
 
-Nothing of Megatron or of the package is imported. Weights come as a dict under Megatron's global
-parameter names, each of full size (no tensor parallelism), in fp32 or fp64.
+Nothing of Megatron or of the package is imported. Weights are whole, by Megatron's global names.
 """
 
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 Weights = Mapping[str, Tensor]
+Heads = list[Tensor]  # one tensor a head
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,14 @@ class Shape:
     rope_base: float = 10000.0
     window: int | None = None  # keys a position sees, itself included; Megatron: (window - 1, 0)
     full_every: int | None = None  # every n-th layer (from 1) has no window
+    multiplier: float = 1.0  # of each residual branch
 
     def window_of(self, layer: int) -> int | None:
         return None if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+
+    def add(self, x: Tensor, branch: Tensor, norm: Tensor | None) -> Tensor:
+        """`x` plus a residual branch, normed if there is a norm for it, then scaled."""
+        return x + self.multiplier * (branch if norm is None else rms_norm(branch, norm, self.eps))
 
 
 class MultiPass(NamedTuple):
@@ -54,33 +59,35 @@ def rope(x: Tensor, positions: Tensor, base: float) -> Tensor:
 
 def queries_keys_values(
     shape: Shape, weights: Weights, layer: str, x: Tensor, positions: Tensor
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+) -> tuple[Heads, Heads, Heads]:
     """`x [n, D]` to rotated queries (one `[n, head_dim]` per head), keys and values (per group).
 
     The rows of `linear_qkv` are, group after group, `[queries of the group | key | value]`.
     """
-    queries, keys, values = list[Tensor](), list[Tensor](), list[Tensor]()
+    found: tuple[Heads, Heads, Heads] = ([], [], [])
     per_group = shape.heads // shape.groups
     x = rms_norm(x, weights[f"{layer}.input_layernorm.weight"], shape.eps)
     packed = weights[f"{layer}.self_attention.linear_qkv.weight"]
     for i, matrix in enumerate(packed.split(shape.head_dim)):
-        kind, out = i % (per_group + 2), x @ matrix.T
-        if kind > per_group:
-            values.append(out)
-            continue
-        name = f"{layer}.self_attention.{'q' if kind < per_group else 'k'}_layernorm.weight"
-        if name in weights:
-            out = rms_norm(out, weights[name], shape.eps)
-        (queries if kind < per_group else keys).append(rope(out, positions, shape.rope_base))
-    return queries, keys, values
+        kind, out = max(0, i % (per_group + 2) - per_group + 1), x @ matrix.T
+        norm = weights.get(f"{layer}.self_attention.{'qk-'[kind]}_layernorm.weight")
+        out = out if norm is None else rms_norm(out, norm, shape.eps)
+        found[kind].append(out if kind == 2 else rope(out, positions, shape.rope_base))
+    return found
 
 
-def finish_layer(shape: Shape, weights: Weights, layer: str, x: Tensor, heads: Tensor) -> Tensor:
-    """Add the attention's heads to the residual `x [n, D]`, then the SwiGLU branch."""
-    x = x + heads @ weights[f"{layer}.self_attention.linear_proj.weight"].T
+def finish_layer(shape: Shape, weights: Weights, layer: str, x: Tensor, heads: Heads) -> Tensor:
+    """Add the heads `[n, head_dim]`, gated if there are gates, to `x [n, D]`, then the SwiGLU."""
+    gates = weights.get(f"{layer}.self_attention.linear_gate.weight")
+    if gates is not None:
+        normed = rms_norm(x, weights[f"{layer}.input_layernorm.weight"], shape.eps)
+        heads = [(normed @ g).sigmoid()[:, None] * h for g, h in zip(gates, heads, strict=True)]
+    out = torch.cat(heads, -1) @ weights[f"{layer}.self_attention.linear_proj.weight"].T
+    x = shape.add(x, out, weights.get(f"{layer}.self_attn_bda.norm.weight"))
     normed = rms_norm(x, weights[f"{layer}.pre_mlp_layernorm.weight"], shape.eps)
     gate, up = (normed @ weights[f"{layer}.mlp.linear_fc1.weight"].T).chunk(2, -1)
-    return x + (gate * gate.sigmoid() * up) @ weights[f"{layer}.mlp.linear_fc2.weight"].T
+    out = (gate * gate.sigmoid() * up) @ weights[f"{layer}.mlp.linear_fc2.weight"].T
+    return shape.add(x, out, weights.get(f"{layer}.mlp_bda.norm.weight"))
 
 
 def decoder(shape: Shape, weights: Weights, x: Tensor, document: Tensor) -> Tensor:
@@ -100,17 +107,15 @@ def decoder(shape: Shape, weights: Weights, x: Tensor, document: Tensor) -> Tens
             group = head * shape.groups // shape.heads
             scores = (query @ keys[group].T) / shape.head_dim**0.5
             heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values[group])
-        x = finish_layer(shape, weights, layer, x, torch.cat(heads, -1))
+        x = finish_layer(shape, weights, layer, x, heads)
     return rms_norm(x, weights["decoder.final_layernorm.weight"], shape.eps)
 
 
 def stack_input(
     weights: Weights, fusion: str, input_norm: str, eps: float, token: Tensor, state: Tensor | None
 ) -> Tensor:
-    """Stack input `[D]` of the embedding `token [D]`, fused with the previous `state [D]` if given.
-
-    FBT eq. 4 (gated), Recycler eq. 2 (additive), or one matrix on both (concat).
-    """
+    """Stack input `[D]` of the embedding `token [D]`, fused with the previous `state [D]` if given:
+    FBT eq. 4 (gated), Recycler eq. 2 (additive), or one matrix on both (concat)."""
     w = {name[len("fusion.") : -len(".weight")]: weights[name] for name in weights}
     if state is None:
         return rms_norm(token, w["fused_norm"], eps) if input_norm == "all" else token
@@ -141,8 +146,7 @@ def multi_pass(
     """
     prefix_lengths, fused_masks, jitter = prefix_lengths or {}, fused_masks or {}, jitter or {}
     assert {*prefix_lengths, *fused_masks, *jitter} <= {*range(2, passes + 1)}
-    starts = document_starts.clone()
-    starts[:, 0] = True
+    starts = document_starts.index_fill(1, torch.tensor(0), True)
     document = starts.cumsum(1) - 1
     table = weights["embedding.word_embeddings.weight"][: shape.vocab]
     losses, states = list[Tensor](), list[Tensor]()
@@ -152,19 +156,16 @@ def multi_pass(
             inputs, start = [], 0
             for t, token in enumerate(row):
                 start = t if starts[b, t] else start
-                fused = k > 1 and t > start
+                fused = k > 1 and t > start and bool(k not in fused_masks or fused_masks[k][b, t])
                 if k in prefix_lengths:
                     fused = fused and t - start >= prefix_lengths[k][b][int(document[b, t])]
-                if k in fused_masks:
-                    fused = fused and bool(fused_masks[k][b, t])
                 state = states[-1][b, t - 1] if fused else None
                 if state is not None and k in jitter:
                     state = state + jitter[k][b, t - 1].to(state.dtype)
                 inputs += [stack_input(weights, fusion, input_norm, shape.eps, table[token], state)]
             rows.append(decoder(shape, weights, torch.stack(inputs), document[b]))
         states.append(torch.stack(rows))
-        log_p = (states[-1] @ table.T).log_softmax(-1)
-        nll = -log_p.gather(-1, labels[..., None])[..., 0]
+        nll = -(states[-1] @ table.T).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
         losses.append((nll * loss_mask).sum() / loss_mask.sum())
     weight = {"sum": 1.0, "mean": lam / max(passes - 1, 1)}[loss_weighting]
     return MultiPass(losses, losses[0] + weight * sum(losses[1:], losses[0] * 0), states)
@@ -178,7 +179,7 @@ def sequential(
     table = weights["embedding.word_embeddings.weight"]
     rows = []
     for row in tokens:
-        cache = [list[tuple[list[Tensor], list[Tensor]]]() for _ in range(shape.layers)]
+        cache = [list[list[list[Tensor]]]() for _ in range(shape.layers)]
         states: list[Tensor] = []
         for t, token in enumerate(row):
             state = states[-1] if t >= prompt else None
@@ -186,15 +187,14 @@ def sequential(
             for i in range(shape.layers):
                 layer, window = f"decoder.layers.{i}", shape.window_of(i) or t + 1
                 queries, *new = queries_keys_values(shape, weights, layer, x, torch.tensor([t]))
-                cache[i].append((new[0], new[1]))
+                cache[i].append(new)
                 heads = []
                 for head, query in enumerate(queries):
                     group = head * shape.groups // shape.heads
-                    past = [(k[group][0], v[group][0]) for k, v in cache[i][-window:]]
-                    odds = [(query[0].dot(k) / shape.head_dim**0.5).exp() for k, _ in past]
-                    mix = [odd * v for odd, (_, v) in zip(odds, past, strict=True)]
-                    heads.append(torch.stack(mix).sum(0) / torch.stack(odds).sum())
-                x = finish_layer(shape, weights, layer, x, torch.cat(heads)[None])
+                    k, v = (torch.cat([p[j][group] for p in cache[i][-window:]]) for j in (0, 1))
+                    odds = (k @ query[0] / shape.head_dim**0.5).exp()
+                    heads.append((odds @ v / odds.sum())[None])
+                x = finish_layer(shape, weights, layer, x, heads)
             states.append(rms_norm(x[0], weights["decoder.final_layernorm.weight"], shape.eps))
         rows.append(torch.stack(states))
     return torch.stack(rows)

@@ -158,8 +158,8 @@ class _Sleeper:
 class _FlushRun(_Run):
     """Waits for all stages after each pass, forwards and backwards alike."""
 
-    def _perform(self, index: int, action: Action) -> None:
-        super()._perform(index, action)
+    def _perform(self, index: int, action: Action, last: bool) -> None:
+        super()._perform(index, action, last)
         following = self.mine[index + 1 :]
         phase = _phase(action)
         if following and all(_phase(a) != phase for a in following):

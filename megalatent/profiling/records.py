@@ -51,7 +51,7 @@ ACTIONS = ("F", "B", "H")
 WHOLE_STEP = ("reduce", "optimizer")
 #: Kinds of spans inside an action (`Span.of`). Spans of other kinds never overlap on a rank.
 PARTS = ("data", "embedding", "embedding_backward", "fusion", "fusion_backward")
-#: `wait`: for the hand-over that `Span.of` consumes. `send`: for a receiver to make room.
+#: `wait`: for the hand-over that `Span.of` consumes. `send`: handing over what `Span.of` made.
 _KINDS = frozenset((*ACTIONS, *WHOLE_STEP, *PARTS, "wait", "send"))
 
 

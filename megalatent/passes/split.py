@@ -11,7 +11,7 @@ from megalatent.passes.costs import Costs
 from megalatent.passes.plan import Plan, make_plan
 from megalatent.passes.simulate import Simulation, simulate
 
-__all__ = ["Split", "equal_split", "layout", "split_costs", "suggest_split"]
+__all__ = ["Split", "equal_split", "layout", "split_candidates", "split_costs", "suggest_split"]
 
 #: Splits that are planned in full; the others are sorted out by their lower bound.
 _PLANNED = 6
@@ -96,7 +96,7 @@ def suggest_split(
     equal = equal_split(stages, chunks, layers)
     # Among splits with the same bound, the most even one leaves the most room for a good plan.
     candidates = sorted(
-        {s for s in _candidates(stages, chunks, layers) if s != equal},
+        {s for s in split_candidates(stages, chunks, layers) if s != equal},
         key=lambda s: (round(bound(s), 9), sum(n * n for n in s), s),
     )
     plans = [planned(split) for split in [equal, *candidates[:_PLANNED]]]
@@ -105,7 +105,7 @@ def suggest_split(
     return plans[0], min(level, key=lambda split: max(split.simulation.peak_in_flight))
 
 
-def _candidates(stages: int, chunks: int, layers: int) -> list[tuple[int, ...]]:
+def split_candidates(stages: int, chunks: int, layers: int) -> list[tuple[int, ...]]:
     """Fewer layers on the last virtual stage, and perhaps on the first, the rest divided evenly."""
     parts = stages * chunks
     if parts == 1:

@@ -1,4 +1,4 @@
-"""Recording chosen steps of a training run: when, on which ranks, and where it all comes together."""
+"""Recording chosen steps of a training run: when, on which ranks, and how it comes together."""
 
 from __future__ import annotations
 

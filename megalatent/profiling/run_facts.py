@@ -9,6 +9,13 @@ from megatron.core import parallel_state
 
 __all__ = ["model_facts"]
 
+# Options that say how the layers are divided.
+_PIPELINE = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
+
 
 def model_facts(session: Any) -> dict[str, Any]:
     """Facts of a run, the same on all ranks but for `own_layers` (per chunk, on this rank).
@@ -42,7 +49,8 @@ def model_facts(session: Any) -> dict[str, Any]:
         "fusion": latent.fusion.kind,
         "recompute": str(latent.passes.recompute),
         "max_in_flight": latent.passes.max_in_flight,
-        "layout_given": args.pipeline_model_parallel_layout is not None,
+        "pipeline_options": [name for name in session.config.megatron if name in _PIPELINE],
+        "costs_file": latent.passes.costs,
         "mixture": _mean_mixture(session),
         # What a layer keeps when it is recomputed: its input.
         "layer_input_bytes": rows * args.hidden_size * args.params_dtype.itemsize,

@@ -1,0 +1,211 @@
+"""A profile in the terminal."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from typing import IO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megalatent.profiling.advice import Advice
+from megalatent.profiling.diagnose import Finding
+from megalatent.profiling.report import CaseReport, Report
+
+__all__ = ["print_profile"]
+
+_WIDTH = 118
+_MOST_RANKS = 16
+
+
+def print_profile(
+    report: Report, findings: Sequence[Finding], advice: Advice, stream: IO[str]
+) -> None:
+    """Steps, stages, ranks, findings and advice."""
+    width = shutil.get_terminal_size((_WIDTH, 0)).columns if stream.isatty() else _WIDTH
+    console = Console(file=stream, width=max(width, 80), highlight=False)
+    console.print(_steps(report.cases))
+    for case in report.cases:
+        console.print(_stages(case))
+    deepest = max(report.cases, key=lambda case: (max(case.passes), sum(case.passes)))
+    console.print(_ranks(deepest))
+    if deepest.links:
+        console.print(f"hand-overs, {deepest.name}: {_links(deepest)}", soft_wrap=True)
+    for finding in findings:
+        console.print(f"[bold]{finding.kind}:[/bold] {finding.text}", soft_wrap=True)
+    if not findings:
+        console.print("no stage, link or pass stands out")
+    console.print(_advice(advice))
+    best = advice.options[0]
+    if best.overrides and best.gain > 0:
+        console.print(f"to use the best: {best.arguments}", soft_wrap=True, markup=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    return table
+
+
+def _steps(cases: Sequence[CaseReport]) -> Table:
+    mfu = any(case.mfu is not None for case in cases)
+    table = _table(
+        "steps",
+        "passes",
+        "step",
+        "±",
+        "simulated",
+        "bound",
+        "over K = 1",
+        "bubble",
+        "simulated",
+        "bound",
+        "tokens/s",
+        "equivalent",
+        *(["MFU"] if mfu else []),
+    )
+    for case in cases:
+        table.add_row(
+            case.name,
+            _time(case.step_seconds),
+            f"{case.step_noise:.1%}",
+            _time(case.simulated_step_seconds),
+            _time(case.lower_bound_seconds),
+            "" if case.over_one_pass is None else f"{case.over_one_pass:+.0%}",
+            f"{case.bubble_fraction:.1%}",
+            f"{case.simulated_bubble_fraction:.1%}",
+            f"{case.lower_bound_bubble_fraction:.1%}",
+            f"{case.tokens_per_second:,.0f}",
+            f"{case.token_equivalent_tokens_per_second:,.0f}",
+            *(["" if case.mfu is None else f"{case.mfu:.1%}"] if mfu else []),
+        )
+    return table
+
+
+def _stages(case: CaseReport) -> Table:
+    table = _table(
+        f"stages, {case.name}: of one micro-batch",
+        "stage",
+        "pass",
+        "forward",
+        "backward",
+        "over pass 1",
+        "head",
+        "embedding",
+        "fusion",
+        "kept",
+        "over pass 1",
+        "of a step",
+    )
+    for stage in case.stages:
+        for own in stage.passes:
+            first = own.k == 1
+            embedding = stage.embedding_seconds + stage.embedding_backward_seconds
+            mark = " slowest" if stage.stage == case.slowest_stage and len(case.stages) > 1 else ""
+            table.add_row(
+                f"{stage.stage}{mark}" if first else "",
+                str(own.k),
+                _time(own.forward_seconds),
+                _time(own.backward_seconds),
+                "" if first else f"{own.overhead_over_pass_1:+.1%}",
+                _time(own.head_seconds),
+                _time(embedding) if first else "",
+                _time(own.fusion_seconds + own.fusion_backward_seconds),
+                "" if own.activation_bytes is None else _bytes(own.activation_bytes),
+                _more(own.activation_overhead_over_pass_1) if not first else "",
+                _time(stage.work_seconds) if first else "",
+            )
+    if len(case.stages) > 1:
+        table.caption = f"imbalance: the slowest stage has {case.imbalance:.1%} more than the mean"
+        table.caption_justify = "left"
+    return table
+
+
+def _ranks(case: CaseReport) -> Table:
+    parts = list(case.ranks[0].parts)
+    memory = any(rank.allocated_peak_bytes is not None for rank in case.ranks)
+    table = _table(
+        f"ranks, {case.name}: where a step goes",
+        "rank",
+        "stage",
+        "step",
+        *parts,
+        "bubble",
+        "in flight",
+        *(["memory"] if memory else []),
+    )
+    for rank in case.ranks[:_MOST_RANKS]:
+        peak = rank.allocated_peak_bytes
+        table.add_row(
+            str(rank.rank),
+            str(rank.stage),
+            _time(rank.step_seconds),
+            *(_time(rank.parts[part]) for part in parts),
+            f"{rank.bubble_fraction:.1%}",
+            str(rank.in_flight),
+            *(["" if peak is None else _bytes(peak)] if memory else []),
+        )
+    if len(case.ranks) > _MOST_RANKS:
+        table.caption = f"and {len(case.ranks) - _MOST_RANKS} more, in the JSON file"
+    return table
+
+
+def _links(case: CaseReport) -> str:
+    shown = []
+    for link in case.links:
+        ways = [
+            "never waited for" if seconds is None else _time(seconds)
+            for seconds in (link.forward_seconds, link.backward_seconds)
+        ]
+        both = ways[0] if ways[0] == ways[1] else f"{ways[0]} and back {ways[1]}"
+        shown.append(f"{link.source}→{link.target} {both}")
+    return "; ".join(shown)
+
+
+def _advice(advice: Advice) -> Table:
+    shares = ", ".join(f"{share:.0%} {name}" for name, share in advice.weights.items())
+    table = _table(
+        f"settings, best first ({shares})",
+        "setting",
+        "step",
+        "tokens/s",
+        "gain",
+        "in flight",
+        "activations",
+        "memory",
+    )
+    for option in advice.options:
+        table.add_row(
+            option.name + (" (another batch)" if option.changes_batch else ""),
+            _time(option.predicted_step_seconds),
+            f"{option.tokens_per_second:,.0f}",
+            f"{option.gain:+.1%}" if option.overrides else "",
+            str(option.peak_in_flight),
+            "" if option.activation_bytes is None else _bytes(option.activation_bytes),
+            "" if option.predicted_peak_bytes is None else _bytes(option.predicted_peak_bytes),
+        )
+    return table
+
+
+def _more(value: float | None) -> str:
+    return "" if value is None else f"{value:+.1%}"
+
+
+def _time(seconds: float) -> str:
+    if seconds == 0:
+        return ""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
+
+
+def _bytes(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.4g} GiB"

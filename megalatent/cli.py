@@ -62,6 +62,11 @@ COMMANDS = (
         module="megalatent.passes.plan_command",
     ),
     Command(
+        name="profile",
+        help="measure what passes cost on each pipeline stage, and what would be faster",
+        module="megalatent.profiling.command",
+    ),
+    Command(
         name="generate",
         help="generate text from an exported model",
         module="megalatent.hf.generate_command",

@@ -20,7 +20,15 @@ from megalatent.launch.rank import LAST_WORDS, work
 if TYPE_CHECKING:
     from megalatent.config import Config
 
-__all__ = ["add_train_parser", "run_train_command", "start"]
+__all__ = [
+    "add_train_parser",
+    "default_nproc",
+    "join",
+    "load_config",
+    "prepare_rank",
+    "run_train_command",
+    "start",
+]
 
 _DESCRIPTION = """\
 Trains from a config file. Without a launcher it starts its own local processes; started by
@@ -72,7 +80,7 @@ def run_train_command(args: argparse.Namespace) -> int:
     """
     place = None if args.nproc is not None else find_place(os.environ)
     try:
-        config, world_size = _load(args, place)
+        config, world_size = load_config(args, place)
     except UserError:
         if place is not None and place.local_rank != 0:
             return 2  # every rank finds the same mistake: one a node says so
@@ -83,19 +91,27 @@ def run_train_command(args: argparse.Namespace) -> int:
     elif place is None:
         start(config, world_size, again=_same_command(args), method=args.start_method)
     else:
-        _join(config, place)
+        join(config, place)
     return 0
 
 
-def _load(args: argparse.Namespace, place: Joined | None) -> tuple[Config, int]:
-    """The checked configuration and the number of processes it was checked for."""
+def load_config(args: argparse.Namespace, place: Joined | None) -> tuple[Config, int]:
+    """The checked configuration and the number of processes it was checked for.
+
+    Args:
+        args: `config` (the path), `overrides` and `nproc`.
+        place: in a run that something else has started.
+
+    Raises:
+        UserError: a mistake in the config or on the command line.
+    """
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc: {args.nproc} starts no process: give 1 or more")
     _prepare_imports()
     from megalatent.config import Config
 
     config = Config.load(args.config, args.overrides)
-    world_size = place.world_size if place else args.nproc or _default_nproc(config)
+    world_size = place.world_size if place else args.nproc or default_nproc(config)
     try:
         config.check(world_size)
     except UserError as error:
@@ -109,14 +125,17 @@ def _same_command(args: argparse.Namespace) -> list[str]:
     return [sys.executable, "-m", "megalatent.cli", "train", args.config, *overrides]
 
 
-def _join(config: Config, place: Joined) -> None:
+def join(
+    config: Config, place: Joined, train: Callable[[Config], None] | None = None
+) -> None:
+    """Do what this rank of a run that something else has started is to do; by default, train."""
     for name, value in {**_connections(config), **place.environment}.items():
         os.environ.setdefault(name, value)
     words_fd = os.environ.pop(LAST_WORDS, None)
     if words_fd is None:
-        _train(config)
+        (train or _train)(config)
     else:
-        work(lambda: _train(config), int(words_fd))
+        work(lambda: (train or _train)(config), int(words_fd))
 
 
 def _prepare_imports() -> None:
@@ -125,7 +144,8 @@ def _prepare_imports() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
-def _default_nproc(config: Config) -> int:
+def default_nproc(config: Config) -> int:
+    """One process per GPU; without a GPU as few as the layout needs."""
     import torch
 
     from megalatent.config_megatron import parse
@@ -241,8 +261,13 @@ def _connections(config: Config) -> dict[str, str]:
 def _train(config: Config) -> None:
     from megalatent.training.pretrain import run
 
+    prepare_rank(config)
+    run(config)
+
+
+def prepare_rank(config: Config) -> None:
+    """What a rank does before its run begins."""
     if os.environ.get("RANK") != "0" and not sys.warnoptions:
         warnings.simplefilter("ignore")  # rank 0 has the same ones
     # Megatron reads its options from the command line, in several places.
     sys.argv = ["megalatent", *config.megatron_argv()]
-    run(config)

@@ -125,9 +125,7 @@ def _same_command(args: argparse.Namespace) -> list[str]:
     return [sys.executable, "-m", "megalatent.cli", "train", args.config, *overrides]
 
 
-def join(
-    config: Config, place: Joined, train: Callable[[Config], None] | None = None
-) -> None:
+def join(config: Config, place: Joined, train: Callable[[Config], None] | None = None) -> None:
     """Do what this rank of a run that something else has started is to do; by default, train."""
     for name, value in {**_connections(config), **place.environment}.items():
         os.environ.setdefault(name, value)

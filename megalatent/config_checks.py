@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from megalatent.config_costs import check_costs
 from megalatent.config_files import check_files
 from megalatent.config_megatron import options, parse
 from megalatent.config_model import check_model
@@ -58,6 +59,7 @@ def check(config: Config, world_size: int) -> None:
     _check_phases(config, args)
     _check_recomputation(config, args)
     check_files(args, config.latent.passes.costs)
+    check_costs(args, config.latent.passes.costs)
     _check_by_megatron(args, world_size)
 
 

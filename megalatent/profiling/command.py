@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalatent.errors import UserError
@@ -68,7 +70,7 @@ def add_profile_parser(subparsers: Any) -> None:
         help="override a value of the config; may be repeated",
     )
     add("--start-method", choices=("auto", "fork", "fresh"), default="auto", help="as for train")
-    add("--verbose", action="store_true", help="show what Megatron prints, too")
+    add("--verbose", action="store_true", help="show what Megatron prints; compare all figures")
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="all figures and the recording itself")
     add("--trace", metavar="FILE", help="for chrome://tracing, or FILE.pftrace for Perfetto")
@@ -196,16 +198,16 @@ def _quiet() -> Iterator[None]:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megalatent.profiling.compare import compare, print_comparison
+    from megalatent.profiling.compare import compare_files, table, to_json
 
     if args.config is not None:
         raise UserError("--compare reads files and runs nothing: leave CONFIG out")
     try:
-        differences, remarks = compare(*args.compare)
+        found = compare_files(*args.compare)
     except OSError as error:
         raise UserError(f"--compare: {error.filename}: {error.strerror}") from None
-    width = None if sys.stdout.isatty() else 118
-    print_comparison(differences, remarks, Console(width=width, highlight=False))
+    if args.json is not None:
+        text = json.dumps(to_json(found), indent=1)
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    print(table(found, every=args.verbose))
     return 0

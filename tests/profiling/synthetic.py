@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from megalatent.passes.costs import Costs
-from megalatent.passes.plan import Plan, make_plan
+from megalatent.passes.plan import Action, Plan, make_plan
 from megalatent.passes.simulate import simulate
 from megalatent.profiling.records import (
     Case,
@@ -34,16 +36,18 @@ STAGES = Costs(
 
 
 def rank_step(
-    plan: Plan, costs: Costs, stage: int, start: int, *, late: int = 0, factor: float = 1.0
+    plan: Plan,
+    costs: Costs,
+    times: Sequence[tuple[float, float]],
+    stage: int,
+    begin: int,
+    factor: float,
 ) -> RankStep:
-    """One rank's step, `late` ns off the common clock, every time multiplied by `factor`."""
-    begin, unit = start + late, UNIT * factor
-    clock = begin
+    """One rank's step from the simulated times of its actions, each multiplied by `factor`."""
+    clock, unit = begin, UNIT * factor
     spans: list[Span] = []
     held: list[int] = []
-    for action, (from_, to) in zip(
-        plan.actions[stage], simulate(plan, costs).spans[stage], strict=True
-    ):
+    for action, (from_, to) in zip(plan.actions[stage], times, strict=True):
         place = (action.micro_batch, action.k, action.chunk)
         first, last = begin + round(from_ * unit), begin + round(to * unit)
         if first > clock and plan.source(action, stage) not in (None, stage):
@@ -67,12 +71,9 @@ def rank_step(
     return RankStep(begin, clock + REDUCE + OPTIMIZER, tuple(spans), tuple(memory))
 
 
-def recording(
-    passes: tuple[tuple[int, ...], ...] = ((1,) * 8, (2,) * 8),
+def recorded_steps(
+    recordings: Sequence[tuple[Plan, Costs]],
     *,
-    stages: int = 4,
-    chunks: int = 1,
-    costs: Costs = STAGES,
     steps: int = 3,
     replicas: int = 1,
     noise: float = 0.0,
@@ -80,44 +81,76 @@ def recording(
     late: tuple[int, ...] = (),
     seed: int = 1,
 ) -> Recording:
-    """A case for each entry of `passes`, their steps in turns.
+    """A case for each plan, their steps in turns.
 
     Args:
         noise: standard deviation of a step's own factor on all its times.
         slower: factor on all times.
         late: ns by which the clock of each recorded rank is off.
     """
+    stages, chunks = recordings[0][0].stages, recordings[0][0].chunks
     ranks = tuple(
         RankInfo(rank=replica * stages + stage, stage=stage, replica=replica, host=f"node{stage}")
         for replica in range(replicas)
         for stage in range(stages)
     )
     draws = random.Random(seed)
-    plans = [make_plan(stages, chunks, each, costs=costs) for each in passes]
-    found: list[list[Step]] = [[] for _ in plans]
+    simulated = [simulate(plan, costs).spans for plan, costs in recordings]
+    found: list[list[Step]] = [[] for _ in recordings]
     start, iteration = 5_000, 0
     for _ in range(steps):
-        for plan, list_of_steps in zip(plans, found, strict=True):
+        for (plan, costs), spans, own in zip(recordings, simulated, found, strict=True):
             iteration += 1
             factor = slower * (1 + draws.gauss(0, noise) if noise else 1.0)
             done = tuple(
                 rank_step(
                     plan,
                     costs,
+                    spans[info.stage],
                     info.stage,
-                    start,
-                    late=late[i] if late else 0,
-                    factor=factor,
+                    start + (late[i] if late else 0),
+                    factor,
                 )
                 for i, info in enumerate(ranks)
             )
-            list_of_steps.append(Step(iteration, done))
+            own.append(Step(iteration, done))
             start = max(rank.end for rank in done) + 20_000
     cases = tuple(
-        Case(name=f"K = {'/'.join(map(str, sorted(set(each))))}", plan=plan, costs=costs, steps=s)
-        for each, plan, s in zip(passes, plans, map(tuple, found), strict=True)
+        Case(
+            name=f"K = {'/'.join(map(str, sorted(set(plan.passes))))}",
+            plan=plan,
+            costs=costs,
+            steps=tuple(own),
+        )
+        for (plan, costs), own in zip(recordings, found, strict=True)
     )
     facts = {"model": "synthetic", "tokens_per_micro_batch": 1024, "layers": [2] * stages * chunks}
     return Recording(
         ranks=ranks, cases=cases, memory_kind="resident", facts=facts, created="2026-01-01T00:00:00"
     )
+
+
+def recording(
+    passes: tuple[tuple[int, ...], ...] = ((1,) * 8, (2,) * 8),
+    *,
+    stages: int = 4,
+    chunks: int = 1,
+    costs: Costs = STAGES,
+    **options: Any,
+) -> Recording:
+    """A case for each entry of `passes`; the other options are those of `recorded_steps`."""
+    plans = [make_plan(stages, chunks, each, costs=costs) for each in passes]
+    return recorded_steps([(plan, costs) for plan in plans], **options)
+
+
+def large_plan(stages: int, micro_batches: int, k: int) -> Plan:
+    """All forwards, then all backwards: found at once at any size."""
+    visits = [(m, j) for j in range(1, k + 1) for m in range(micro_batches)]
+    actions = []
+    for stage in range(stages):
+        own = [Action("F", m, j, 0) for m, j in visits]
+        if stage == stages - 1:
+            own += [Action("H", m, j, 0) for m, j in visits]
+        own += [Action("B", m, j, 0) for m, j in reversed(visits)]
+        actions.append(tuple(own))
+    return Plan(stages, 1, (k,) * micro_batches, "by hand", tuple(actions))

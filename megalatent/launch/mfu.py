@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from megalatent.launch.runfolder import RunFolder, Submission
+from megalatent.training.flops import visible_pairs
 
 __all__ = ["flops_per_token", "peak_flops", "utilisation"]
 
@@ -31,8 +32,8 @@ _PEAKS = {
 def flops_per_token(args: argparse.Namespace) -> float:
     """Operations for one token in one pass, forward and backward, without recomputation.
 
-    Six per weight that the token meets (of experts, the chosen ones), and causal attention over
-    the whole sequence; a sliding window makes it less.
+    Six per weight that the token meets (of experts, the chosen ones), and causal attention,
+    within the sliding window in layers that have one.
 
     Args:
         args: Megatron's options.
@@ -45,8 +46,9 @@ def flops_per_token(args: argparse.Namespace) -> float:
     ffn = (args.moe_ffn_hidden_size if args.num_experts else None) or args.ffn_hidden_size
     experts = args.moe_router_topk if args.num_experts else 1
     mlp = (3 if args.swiglu else 2) * hidden * (ffn or 4 * hidden) * experts
-    scores = queries * args.seq_length  # two products over half the sequence each
-    return 6.0 * (layers * (attention + mlp + scores) + hidden * (args.vocab_size or 0))
+    pairs = sum(visible_pairs(args, args.seq_length)) / args.seq_length
+    scores = 2 * queries * pairs  # of all layers: two products for each pair
+    return 6.0 * (layers * (attention + mlp) + scores + hidden * (args.vocab_size or 0))
 
 
 def peak_flops(gpu: str) -> float | None:

@@ -14,7 +14,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-__all__ = ["FusionFreeze"]
+__all__ = ["FusionFreeze", "inner_parameters"]
 
 _GRADIENTS = ("grad", "decoupled_grad")
 
@@ -24,7 +24,8 @@ class FusionFreeze:
 
     Attributes:
         plain_step: set before each optimiser step: whether the step had no fused pass.
-        updates: optimiser steps that updated the fusion so far; part of the checkpoint.
+        updates: optimiser steps that updated the fusion so far; counted by whoever trains, which
+            knows on every rank alike whether a step was skipped.
 
     Args:
         warmup: the first ``warmup`` updates are scaled by 1/warmup, 2/warmup, ... A weight that
@@ -52,15 +53,9 @@ class FusionFreeze:
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         parts = [part for part in parts if getattr(part, "optimizer", None) is not None]
         for part in parts:
-            shards = list(_inner_parameters(part, frozen))
+            shards = list(inner_parameters(part, frozen))
             if shards:
                 self._hook(part, shards)
-        if parts:
-            # On every rank: the checkpoint has the count of rank 0, which may hold no shard.
-            parts[-1].optimizer.register_step_post_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        self.updates += not self.plain_step
 
     def _hook(self, part: Any, shards: list[Tensor]) -> None:
         inner, prepare_gradients = part.optimizer, part.prepare_grads
@@ -100,7 +95,7 @@ class FusionFreeze:
                         setattr(shard, name, None)
 
 
-def _inner_parameters(part: Any, wanted: Iterable[torch.nn.Parameter]) -> Iterator[Tensor]:
+def inner_parameters(part: Any, wanted: Iterable[torch.nn.Parameter]) -> Iterator[Tensor]:
     """The tensors the inner optimiser steps on this rank for ``wanted`` model weights."""
     if isinstance(part, DistributedOptimizer):
         for parameter, (group, index) in part.model_param_group_index_map.items():

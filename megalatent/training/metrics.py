@@ -1,4 +1,4 @@
-"""What a run reports: losses and state changes per pass, passes per step, tokens.
+"""What a run reports: losses and state changes per pass, passes, tokens, operations, gradients.
 
 Megatron's own log keeps its meaning (``lm loss`` is the loss of pass 1). Losses of further passes
 are averaged and printed here, because Megatron's log takes the keys of the first micro-batch and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalatent.training.losses import PassSums
 
-__all__ = ["MetricsLog", "RunState", "reduce_sums"]
+__all__ = ["MetricsLog", "RunState", "Writers", "reduce_sums"]
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -46,6 +46,11 @@ class RunState:
             "token_equivalent_tokens": self.token_equivalent_tokens,
             "fusion_updates": self.fusion_updates,
         }
+
+    def mixture(self) -> dict[int, float]:
+        """K -> share of the micro-batches trained so far."""
+        total = sum(self.pass_counts.values())
+        return {k: n / total for k, n in sorted(self.pass_counts.items())}
 
     @staticmethod
     def from_dict(state: dict[str, Any]) -> RunState:
@@ -79,6 +84,28 @@ def reduce_sums(
     }
 
 
+@dataclass(frozen=True)
+class Writers:
+    """Where numbers go besides the printed line and the metrics file.
+
+    Attributes:
+        tensorboard: a TensorBoard writer, or None.
+        wandb: the module of Weights & Biases with a run open, or None.
+    """
+
+    tensorboard: Any = None
+    wandb: Any = None
+
+    def write(self, values: Mapping[str, float], iteration: int) -> None:
+        """Write each value under `latent/` and its name."""
+        named = {f"latent/{name}": value for name, value in values.items()}
+        if self.tensorboard is not None:
+            for name, value in named.items():
+                self.tensorboard.add_scalar(name, value, iteration)
+        if self.wandb is not None:
+            self.wandb.log(named, iteration)
+
+
 class MetricsLog:
     """Collects, reduces, prints and writes the metrics of a run.
 
@@ -88,7 +115,8 @@ class MetricsLog:
         change_group: ranks that share a step's positions (DP x CP, and TP under SP).
         last_stage: whether this rank has losses.
         speaks: whether this rank prints and writes.
-        tokens_per_step: tokens of a global batch.
+        ranks: of the whole run.
+        peak_flops: operations a second that one rank's device can do; None if not known.
     """
 
     def __init__(
@@ -100,6 +128,8 @@ class MetricsLog:
         last_stage: bool,
         speaks: bool,
         state: RunState,
+        ranks: int = 1,
+        peak_flops: float | None = None,
     ) -> None:
         self.folder = folder
         self.loss_group = loss_group
@@ -107,9 +137,12 @@ class MetricsLog:
         self.last_stage = last_stage
         self.speaks = speaks
         self.state = state
+        self.ranks = ranks
+        self.peak_flops = peak_flops
         self.listeners: list[Any] = []
         self._steps: list[tuple[int, ...]] = []
         self._tokens = 0
+        self._flops = 0.0
         self._seconds = 0.0
         self._began = 0.0
 
@@ -117,45 +150,57 @@ class MetricsLog:
         """Called before a training step's forward and backward."""
         self._began = time.perf_counter()
 
-    def step_ends(self, passes: Sequence[int], replicas: int, tokens: int) -> None:
+    def step_ends(
+        self, passes: Sequence[int], replicas: int, tokens: int, flops: float = 0.0
+    ) -> None:
         """Called after a training step's optimiser update.
 
         Args:
             passes: K of this rank's micro-batches.
             replicas: data-parallel ranks, which all drew the same.
             tokens: tokens of the global batch.
+            flops: operations of the step on all ranks.
         """
         self._seconds += time.perf_counter() - self._began
         self._steps.append(tuple(passes))
         self._tokens += tokens
+        self._flops += flops
         self.state.pass_counts.update({k: n * replicas for k, n in Counter(passes).items()})
         self.state.token_equivalent_tokens += tokens * sum(passes) // len(passes)
 
+    @property
+    def fused_steps(self) -> int:
+        """Steps of this interval in which a micro-batch had a second pass."""
+        return sum(max(passes) > 1 for passes in self._steps)
+
     def train(
         self,
-        sums: list[PassSums],
+        sums: Sequence[PassSums],
         *,
         iteration: int,
         total: int,
         consumed_samples: int,
-        writer: Any = None,
-        extra: dict[str, float] | None = None,
+        writers: Writers,
+        fusion_gradient_norm: float | None = None,
+        learning_rate: float | None = None,
     ) -> None:
         """Log an interval of training steps and start the next one.
 
         Args:
-            sums: of the steps since the last call; emptied.
-            writer: TensorBoard writer or None.
+            sums: of the steps since the last call.
+            fusion_gradient_norm: mean over the interval's fused steps, None if there were none.
         """
         losses = reduce_sums([s.loss for s in sums], self.loss_group) if self.last_stage else {}
-        sums.clear()
         steps, self._steps = self._steps, []
         tokens, self._tokens = self._tokens, 0
+        flops, self._flops = self._flops, 0.0
         seconds, self._seconds = self._seconds, 0.0
         if not self.speaks or not steps:
             return
         mean_passes = sum(sum(s) / len(s) for s in steps) / len(steps)
-        record = {
+        speed = flops / seconds / self.ranks if seconds else 0.0
+        mixture = self.state.mixture()
+        record: dict[str, Any] = {
             "kind": "train",
             "iteration": iteration,
             "iterations": total,
@@ -163,26 +208,41 @@ class MetricsLog:
             "loss_per_pass": {str(k): v for k, v in losses.items()},
             "passes_per_step": mean_passes,
             "pass_counts": {str(k): n for k, n in sorted(self.state.pass_counts.items())},
+            "mixture": {str(k): share for k, share in mixture.items()},
             "token_equivalent_tokens": self.state.token_equivalent_tokens,
+            "fusion_gradient_norm": fusion_gradient_norm,
             "tokens_per_second": tokens / seconds if seconds else 0.0,
             "seconds": seconds,
-            **(extra or {}),
+            "flops": flops,
+            "flops_per_second_and_rank": speed,
         }
+        if learning_rate is not None:
+            record["learning_rate"] = learning_rate
+        values = {f"loss pass {k}": v for k, v in losses.items()}
+        values["passes per step"] = mean_passes
+        values |= {f"share of K={k}": share for k, share in mixture.items()}
+        values["token-equivalent tokens"] = self.state.token_equivalent_tokens
+        values["TFLOP per second and rank"] = speed / 1e12
         parts = [f" latent iteration {iteration:8d}/{total:8d} | passes: {mean_passes:.2f}"]
         parts += [f"loss pass {k}: {v:.6E}" for k, v in losses.items()]
+        if fusion_gradient_norm is not None:
+            values["fusion gradient norm"] = fusion_gradient_norm
+            parts.append(f"fusion grad norm: {fusion_gradient_norm:.3E}")
         parts.append(f"tokens/s: {record['tokens_per_second']:,.0f}")
+        parts.append(f"TFLOP/s per rank: {speed / 1e12:.3g}")
+        if self.peak_flops:
+            record["mfu"] = values["MFU"] = speed / self.peak_flops
+            parts.append(f"MFU: {record['mfu']:.1%}")
         parts.append(f"token-equivalent tokens: {self.state.token_equivalent_tokens:,}")
+        shares = ", ".join(f"K={k} {share:.1%}" for k, share in mixture.items())
+        parts.append(f"so far: {shares}")
         print(" | ".join(parts), flush=True)
-        if writer is not None:
-            for k, value in losses.items():
-                writer.add_scalar(f"latent/loss pass {k}", value, iteration)
-            writer.add_scalar("latent/passes per step", mean_passes, iteration)
-            writer.add_scalar(
-                "latent/token-equivalent tokens", self.state.token_equivalent_tokens, iteration
-            )
+        writers.write(values, iteration)
         self._write(record)
 
-    def evaluation(self, sums: list[PassSums], *, iteration: int, writer: Any = None) -> None:
+    def evaluation(
+        self, sums: list[PassSums], *, iteration: int, writers: Writers = Writers()
+    ) -> None:
         """Log losses and state changes of k = 1, 2, ... of one evaluation; empties ``sums``."""
         losses: dict[int, float] = {}
         changes: dict[int, float] = {}
@@ -196,10 +256,9 @@ class MetricsLog:
         for k, loss in losses.items():
             change = f"{changes[k]:12.5f}" if k in changes else " " * 12
             print(f"                           | {k:4d} | {loss:9.5f} | {change}", flush=True)
-            if writer is not None:
-                writer.add_scalar(f"latent/validation loss pass {k}", loss, iteration)
-                if k in changes:
-                    writer.add_scalar(f"latent/state change pass {k}", changes[k], iteration)
+        values = {f"validation loss pass {k}": loss for k, loss in losses.items()}
+        values |= {f"state change pass {k}": change for k, change in changes.items()}
+        writers.write(values, iteration)
         self._write(
             {
                 "kind": "evaluation",

@@ -136,4 +136,12 @@ def make_metrics(args: Any, state: RunState) -> MetricsLog:
         last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         speaks=rank == world - 1,
         state=state,
+        ranks=world,
+        peak_flops=_peak_flops(),
     )
+
+
+def _peak_flops() -> float | None:
+    from megalatent.launch.mfu import peak_flops
+
+    return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

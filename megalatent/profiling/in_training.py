@@ -1,0 +1,36 @@
+"""Profiling chosen steps of a training run (`latent.profile`, `train --profile-steps`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalatent.profiling.output import Targets, publish_part
+
+if TYPE_CHECKING:
+    from megalatent.config import Config
+    from megalatent.profiling.records import Recording
+
+__all__ = ["step_profiler"]
+
+
+def step_profiler(config: Config) -> Any:
+    """The `RunProfiler` of a training run, or None if none of its steps is to be profiled."""
+    profile = config.latent.profile
+    steps = profile.iterations
+    if not steps:
+        return None
+    from megalatent.profiling.run import RunProfiler
+
+    start = Path(profile.output or Path(config.megatron.get("save") or ".") / "profile")
+
+    def done(recording: Recording) -> None:
+        start.parent.mkdir(parents=True, exist_ok=True)
+        targets = Targets(
+            json=f"{start}.json", trace=f"{start}.trace.json", html=f"{start}.html", costs=None
+        )
+        publish_part(recording, targets, f"steps {profile.steps}")
+
+    # The step before the first one counts what visits keep.
+    before = {steps.start - 1} if steps.start else set()
+    return RunProfiler(steps=steps, count=before, replicas=profile.replicas, done=done)

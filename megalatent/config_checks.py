@@ -25,6 +25,7 @@ from megalatent.config_megatron import options, parse
 from megalatent.config_model import check_model
 from megalatent.config_optimizer import check_optimizer
 from megalatent.config_parallel import check_parallel
+from megalatent.config_profile import check_profile
 from megalatent.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def check(config: Config, world_size: int) -> None:
     _check_recomputation(config, args)
     check_files(args, config.latent.passes.costs)
     check_costs(args, config.latent.passes.costs)
+    check_profile(config.latent.profile, args)
     _check_by_megatron(args, world_size)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megalatent.config_model import ModelConfig, depth_multiplier
 from megalatent.config_optimizer import DecayPhaseConfig, NorMuonConfig
+from megalatent.config_profile import ProfileConfig
 from megalatent.config_schedule import PhaseConfig, check_passes, read_schedule
 from megalatent.config_values import choose, read_dataclass, require
 from megalatent.errors import UserError
@@ -18,6 +19,7 @@ __all__ = [
     "LatentConfig",
     "ModelConfig",
     "PassesConfig",
+    "ProfileConfig",
     "Recompute",
     "SftConfig",
 ]
@@ -236,6 +238,7 @@ class LatentConfig:
     fusion: FusionConfig = field(default_factory=FusionConfig)
     passes: PassesConfig = field(default_factory=PassesConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     optimizer: NorMuonConfig = field(default_factory=NorMuonConfig)
     decay_phase: DecayPhaseConfig = field(default_factory=DecayPhaseConfig)
 

@@ -57,6 +57,12 @@ def add_train_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         help="override a value of the config, for example --set megatron.lr=1e-3; may be repeated",
     )
     parser.add_argument(
+        "--profile-steps",
+        metavar="FIRST-LAST",
+        help="profile these steps, for example 100-109, and write PROFILE.json, .html and"
+        " .trace.json (latent.profile says where); `megalatent profile` compares passes",
+    )
+    parser.add_argument(
         "--start-method",
         choices=("auto", "fork", "fresh"),
         default="auto",
@@ -78,6 +84,8 @@ def run_train_command(args: argparse.Namespace) -> int:
         RankFailure: a rank failed.
         Stopped: stopped by a signal.
     """
+    if args.profile_steps is not None:
+        args.overrides = [*args.overrides, f"latent.profile.steps={args.profile_steps}"]
     place = None if args.nproc is not None else find_place(os.environ)
     try:
         config, world_size = load_config(args, place)
@@ -257,10 +265,11 @@ def _connections(config: Config) -> dict[str, str]:
 
 
 def _train(config: Config) -> None:
+    from megalatent.profiling.in_training import step_profiler
     from megalatent.training.pretrain import run
 
     prepare_rank(config)
-    run(config)
+    run(config, step_profiler(config))
 
 
 def prepare_rank(config: Config) -> None:

@@ -132,12 +132,12 @@ class MegatronProgram:
                 model.backbone.set_is_first_microbatch()
         if stage_input is not None and self.training:
             stage_input = stage_input.detach().requires_grad_()
-        with self._timed("forward-compute"), self._autocast():
+        with self._timed("forward-compute"), self._autocast(), self._kept(action):
             with self._part("embedding" if k == 1 else "fusion", action, model.pre_process):
                 x = self._stack_input(model, batch, micro_batch, k, stage_input)
             if self.recorder is not None and model.pre_process and k > 1 and x.requires_grad:
                 x.register_hook(lambda _: self._comes_to_fusion(action._replace(kind="B")))
-            with self.recompute.visit(k, self.passes[micro_batch]), self._kept(action):
+            with self.recompute.visit(k, self.passes[micro_batch]):
                 output = model("stack", batch, x)
         if self.training or model.post_process:
             self._visits[micro_batch, k, chunk] = Visit(

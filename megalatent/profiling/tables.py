@@ -18,6 +18,7 @@ __all__ = ["print_profile"]
 
 _WIDTH = 118
 _MOST_RANKS = 16
+_SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "update"}
 
 
 def print_profile(
@@ -27,9 +28,9 @@ def print_profile(
     width = shutil.get_terminal_size((_WIDTH, 0)).columns if stream.isatty() else _WIDTH
     console = Console(file=stream, width=max(width, 80), highlight=False)
     console.print(_steps(report.cases))
-    for case in report.cases:
-        console.print(_stages(case))
+    # The case with the most passes has all of them; the others are in the JSON file.
     deepest = max(report.cases, key=lambda case: (max(case.passes), sum(case.passes)))
+    console.print(_stages(deepest))
     console.print(_ranks(deepest))
     if deepest.links:
         console.print(f"hand-overs, {deepest.name}: {_links(deepest)}", soft_wrap=True)
@@ -59,7 +60,7 @@ def _steps(cases: Sequence[CaseReport]) -> Table:
         "±",
         "simulated",
         "bound",
-        "over K = 1",
+        "over 1",
         "bubble",
         "simulated",
         "bound",
@@ -87,18 +88,18 @@ def _steps(cases: Sequence[CaseReport]) -> Table:
 
 def _stages(case: CaseReport) -> Table:
     table = _table(
-        f"stages, {case.name}: of one micro-batch",
+        f"stages, {case.name}: of one micro-batch; each pass, and what it takes over pass 1",
         "stage",
         "pass",
         "forward",
         "backward",
-        "over pass 1",
+        "over 1",
         "head",
         "embedding",
         "fusion",
         "kept",
-        "over pass 1",
-        "of a step",
+        "over 1",
+        "in a step",
     )
     for stage in case.stages:
         for own in stage.passes:
@@ -128,11 +129,11 @@ def _ranks(case: CaseReport) -> Table:
     parts = list(case.ranks[0].parts)
     memory = any(rank.allocated_peak_bytes is not None for rank in case.ranks)
     table = _table(
-        f"ranks, {case.name}: where a step goes",
+        f"ranks, {case.name}: where a step goes, in ms",
         "rank",
         "stage",
         "step",
-        *parts,
+        *(_SHORT.get(part, part) for part in parts),
         "bubble",
         "in flight",
         *(["memory"] if memory else []),
@@ -142,8 +143,8 @@ def _ranks(case: CaseReport) -> Table:
         table.add_row(
             str(rank.rank),
             str(rank.stage),
-            _time(rank.step_seconds),
-            *(_time(rank.parts[part]) for part in parts),
+            f"{rank.step_seconds * 1e3:,.1f}",
+            *(f"{rank.parts[part] * 1e3:,.1f}" for part in parts),
             f"{rank.bubble_fraction:.1%}",
             str(rank.in_flight),
             *(["" if peak is None else _bytes(peak)] if memory else []),

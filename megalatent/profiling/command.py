@@ -187,7 +187,9 @@ def _profile(config: Config, cases: Cases, args: argparse.Namespace, to: Targets
 def _quiet() -> Iterator[None]:
     """Standard output is for the report. What Megatron prints comes when it fails."""
     import io
+    import logging
 
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):

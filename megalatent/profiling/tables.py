@@ -39,15 +39,17 @@ def print_profile(
     if not findings:
         console.print("no stage, link or pass stands out")
     console.print(_advice(advice))
-    best = advice.options[0]
-    if best.overrides and best.gain > 0:
-        console.print(f"to use the best: {best.arguments}", soft_wrap=True, markup=False)
+    best = next(option for option in advice.options if not option.changes_batch)
+    if best.overrides:
+        console.print(
+            f"the best with this batch ({best.name}): {best.arguments}", soft_wrap=True, markup=False
+        )
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
     return table
 
 
@@ -129,13 +131,13 @@ def _ranks(case: CaseReport) -> Table:
     parts = list(case.ranks[0].parts)
     memory = any(rank.allocated_peak_bytes is not None for rank in case.ranks)
     table = _table(
-        f"ranks, {case.name}: where a step goes, in ms",
+        f"ranks, {case.name}: where a step goes, in ms; held: most activations",
         "rank",
         "stage",
         "step",
         *(_SHORT.get(part, part) for part in parts),
         "bubble",
-        "in flight",
+        "held",
         *(["memory"] if memory else []),
     )
     for rank in case.ranks[:_MOST_RANKS]:
@@ -143,8 +145,8 @@ def _ranks(case: CaseReport) -> Table:
         table.add_row(
             str(rank.rank),
             str(rank.stage),
-            f"{rank.step_seconds * 1e3:,.1f}",
-            *(f"{rank.parts[part] * 1e3:,.1f}" for part in parts),
+            f"{rank.step_seconds * 1e3:.0f}",
+            *(f"{rank.parts[part] * 1e3:.0f}" for part in parts),
             f"{rank.bubble_fraction:.1%}",
             str(rank.in_flight),
             *(["" if peak is None else _bytes(peak)] if memory else []),
@@ -174,7 +176,7 @@ def _advice(advice: Advice) -> Table:
         "step",
         "tokens/s",
         "gain",
-        "in flight",
+        "held",
         "activations",
         "memory",
     )

@@ -42,7 +42,9 @@ def print_profile(
     best = next(option for option in advice.options if not option.changes_batch)
     if best.overrides:
         console.print(
-            f"the best with this batch ({best.name}): {best.arguments}", soft_wrap=True, markup=False
+            f"the best with this batch ({best.name}): {best.arguments}",
+            soft_wrap=True,
+            markup=False,
         )
 
 

@@ -167,10 +167,9 @@ def test_files_of_a_profile(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_whole_profile(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, out = config(tmp_path), tmp_path / "p.json"
-    status = main(
-        ["profile", file, "--nproc", "2", "--steps", "2", "--warmup", "1", "--json", str(out)]
-        + ["--set", "megatron.pipeline_model_parallel_size=2", "--html", f"{tmp_path}/p.html"]
-    )
+    words = f"profile {file} --nproc 2 --steps 2 --warmup 1 --json {out}"
+    words += f" --set megatron.pipeline_model_parallel_size=2 --html {tmp_path}/p.html"
+    status = main(words.split())
     said = capfd.readouterr()
     assert status == 0, said.err
     assert "ranks, K = 2: where a step goes" in said.out

@@ -143,9 +143,7 @@ def test_two_stages(tmp_path: Path) -> None:
     ],
     ids=["alone", "dp2", "tp2-pp2", "pp2-vp2", "pp2-dp2"],
 )
-def test_other_layouts(
-    tmp_path: Path, ranks: int, options: dict[str, Any], replicas: int
-) -> None:
+def test_other_layouts(tmp_path: Path, ranks: int, options: dict[str, Any], replicas: int) -> None:
     plan = CasePlan(CASES, warmup=1, steps=1)
     given = configuration(
         tmp_path,

@@ -9,6 +9,7 @@ changed one is expected to exceed it.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megalatent.errors import UserError
 from megalatent.profiling.measure import (
@@ -37,8 +39,8 @@ __all__ = [
     "Difference",
     "Figure",
     "compare",
-    "compare_recordings",
-    "print_comparison",
+    "compare_files",
+    "table",
     "to_json",
 ]
 
@@ -50,6 +52,7 @@ _NORMAL = 2.576
 _MEDIAN = math.sqrt(math.pi / 2)
 #: Rows that a table shows before it leaves out what is within the noise.
 _ROWS = 60
+_WIDTH = 118
 
 
 @dataclass(frozen=True, order=True)
@@ -101,8 +104,9 @@ class Difference:
     def verdict(self) -> str:
         if self.noise is None:
             return "noise unknown"
-        # Times are whole nanoseconds: less than one is rounding.
-        if abs(self.change) <= max(self.noise, 1e-9):
+        # Times are whole nanoseconds: less is rounding, and so is a millionth of a share.
+        rounding = 1e-6 if self.figure.is_share else 1e-9
+        if abs(self.change) <= max(self.noise, rounding):
             return "within noise"
         if self.figure.is_share or self.figure.name == "wait":
             return "more" if self.change > 0 else "less"
@@ -122,17 +126,17 @@ class Comparison(NamedTuple):
     remarks: tuple[str, ...]
 
 
-def compare(before: str | PathLike[str], after: str | PathLike[str]) -> Comparison:
+def compare_files(before: str | PathLike[str], after: str | PathLike[str]) -> Comparison:
     """Compare two files of `megalatent profile --json`.
 
     Raises:
         UserError: a file is no profile, or they have no case in common.
         OSError: a file cannot be read.
     """
-    return compare_recordings(Recording.load(before), Recording.load(after))
+    return compare(Recording.load(before), Recording.load(after))
 
 
-def compare_recordings(before: Recording, after: Recording) -> Comparison:
+def compare(before: Recording, after: Recording) -> Comparison:
     """Compare the cases that have the same name in both.
 
     Raises:
@@ -264,42 +268,40 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def print_comparison(
-    differences: Sequence[Difference],
-    remarks: Sequence[str],
-    console: Console,
-    *,
-    every: bool = False,
-) -> None:
-    """Print the remarks, and a table per case.
+def table(comparison: Comparison, *, every: bool = False) -> str:
+    """The remarks, and a table per case, for a terminal.
 
     Args:
         every: show all figures. Otherwise a long table leaves out figures of stages that are
             within the noise, and says how many.
     """
-    for remark in remarks:
+    console = Console(file=io.StringIO(), width=_WIDTH, highlight=False)
+    for remark in comparison.remarks:
         console.print(remark, markup=False, soft_wrap=True)
-    for case in dict.fromkeys(item.case for item in differences):
-        own = [item for item in differences if item.case == case]
+    for case in dict.fromkeys(item.case for item in comparison.differences):
+        own = [item for item in comparison.differences if item.case == case]
         shown = own
         if not every and len(own) > _ROWS:
             shown = [d for d in own if d.figure.stage is None or d.verdict != "within noise"]
-        table = Table(title=case, title_justify="left", box=None, pad_edge=False)
-        for name in ("", "before", "after", "change", "", "noise", ""):
-            numbers = name in ("before", "after", "change", "noise")
-            table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
+        rows = Table(box=None, pad_edge=False)
+        rows.add_column(Text(case), no_wrap=True)
+        for name in ("before", "after", "change", "", "noise"):
+            rows.add_column(name, justify="right", no_wrap=True)
+        rows.add_column("", no_wrap=True)
         for item in shown:
-            style = {"slower": "red", "more": "red", "faster": "green", "less": "green"}
-            table.add_row(*_cells(item), style=style.get(item.verdict))
+            rows.add_row(*_cells(item))
         console.print()
-        console.print(table)
+        console.print(rows)
         if len(own) > len(shown):
             console.print(f"and {len(own) - len(shown)} figures of stages, all within noise")
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
 def _cells(item: Difference) -> tuple[str, ...]:
     if item.figure.is_share:
-        cells = [f"{item.before:.1%}", f"{item.after:.1%}", f"{100 * item.change:+.1f} points", ""]
+        change = f"{round(100 * item.change, 1) + 0.0:+.1f} points"
+        cells = [f"{item.before:.1%}", f"{item.after:.1%}", change, ""]
         noise = "?" if item.noise is None else f"±{100 * item.noise:.1f} points"
     else:
         ratio = f"{item.change / item.before:+.1%}" if item.before else ""

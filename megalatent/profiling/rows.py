@@ -33,7 +33,7 @@ KIND_NAMES = {
     "B": "backward",
     "H": "head",
     "wait": "wait",
-    "send": "wait to send",
+    "send": "send",
     "reduce": "reduce",
     "optimizer": "optimizer",
     "data": "data",
@@ -45,7 +45,11 @@ KIND_NAMES = {
 # The viewer of Perfetto colours a slice by its name without digits: passes are named by words.
 _WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 
-_ROWS = (("", (*ACTIONS, *PARTS)), ("waiting", ("wait", "send")), ("reduce, update", WHOLE_STEP))
+_ROWS = (
+    ("", (*ACTIONS, *PARTS)),
+    ("waiting, sending", ("wait", "send")),
+    ("reduce, update", WHOLE_STEP),
+)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class Page {
         make("td", { class: "stack" }, make("div", {}, ...bar)),
         ...[work, wait, after, whole - work - wait - after].map((ticks) => make("td", {}, text(ticks))));
     });
-    const names = ["", "share of the step", "actions", "waiting", "reduce, optimizer", "rest"];
+    const names = ["", "share of the step", "actions", "waiting, sending", "reduce, optimizer", "rest"];
     element("where").replaceChildren(
       make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)))),
       make("tbody", {}, ...rows));

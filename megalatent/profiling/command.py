@@ -103,7 +103,8 @@ def run_profile_command(args: argparse.Namespace) -> int:
 
     place = None if args.nproc is not None else find_place(os.environ)
     try:
-        targets.check()
+        if place is None or place.rank == 0:
+            targets.check()
         config, cases, world_size = _load(args, place)
     except UserError:
         if place is not None and place.local_rank != 0:

@@ -57,7 +57,6 @@ class RunProfiler:
         self._recorder: StepRecorder | None = None
         self._counter: KeptCounter | None = None
         self._before: Alignment | None = None
-        self._ranks: list[tuple[bool, int, int]] = []
 
     # -- hooks of the run -------------------------------------------------------------------
 
@@ -119,12 +118,12 @@ class RunProfiler:
 
     def _begin(self) -> None:
         """Between two steps: who records, on which clock."""
-        mine = (self._is_recorded(), parallel_state.get_data_parallel_rank(), _stage())
-        self._ranks = [mine] * dist.get_world_size()
-        dist.all_gather_object(self._ranks, mine)
-        recorded = [rank for rank, (is_recorded, *_) in enumerate(self._ranks) if is_recorded]
-        self._group = dist.new_group(recorded, backend="gloo", group_desc="latent_profile")
-        if mine[0]:
+        mine = self._is_recorded()
+        recorded: list[int | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(recorded, dist.get_rank() if mine else None)
+        members = [rank for rank in recorded if rank is not None]
+        self._group = dist.new_group(members, backend="gloo", group_desc="latent_profile")
+        if mine:
             self._before = align(self._group)
             device = torch.device(torch.cuda.current_device())
             self._recorder = StepRecorder(make_clock(device), make_meter(device))
@@ -172,6 +171,10 @@ class RunProfiler:
                 layers[chunk * facts["stages"] + info.stage] = count
         del facts["own_layers"]
         meter = make_meter(torch.device(torch.cuda.current_device()))
+        # Replicas keep the same, unless their rows are packed differently.
+        most: dict[tuple[int, int, int], int] = {}
+        for stage, chunk, k, size in (item for _, _, kept, _ in every for item in kept):
+            most[stage, chunk, k] = max(size, most.get((stage, chunk, k), 0))
         return Recording(
             ranks=tuple(info for info, *_ in every),
             cases=join_cases(
@@ -180,7 +183,7 @@ class RunProfiler:
                 self._session.schedule().costs,
             ),
             memory_kind="" if meter is None else meter.kind,
-            activations=tuple(sorted({item for _, _, kept, _ in every for item in kept})),
+            activations=tuple(Activation(*visit, size) for visit, size in sorted(most.items())),
             facts={**facts, "layers": layers},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )

@@ -69,6 +69,6 @@ def _mean_mixture(session: Any) -> dict[str, float]:
     mean: dict[str, float] = {}
     for phase, start, end in zip(phases, starts, [*starts[1:], 1.0], strict=True):
         for k, share in phase.mixture.items():
-            if share > 0 and end > start:
-                mean[str(k)] = mean.get(str(k), 0.0) + share * (end - max(start, 0.0))
+            if share > 0 and start < min(end, 1.0):
+                mean[str(k)] = mean.get(str(k), 0.0) + share * (min(end, 1.0) - start)
     return mean

@@ -29,6 +29,17 @@ __all__ = ["render_html", "write_html"]
 _SCRIPTS = ("data.js", "draw.js", "timeline.js", "input.js", "page.js")
 #: Spans on a page, plans not counted. Each takes about 30 bytes of the file.
 _MOST_SPANS = 300_000
+#: Facts of the recording that the page's first line tells.
+_FACTS = {
+    "model": "{}",
+    "num_layers": "{} layers",
+    "hidden_size": "hidden size {}",
+    "seq_length": "sequences of {}",
+    "micro_batch_size": "micro-batches of {}",
+    "global_batch_size": "batches of {}",
+    "fusion": "fusion {}",
+    "recompute": "recompute {}",
+}
 
 
 def write_html(recording: Recording, path: str | PathLike[str], **options: Any) -> None:
@@ -149,15 +160,11 @@ def _facts(recording: Recording) -> list[str]:
     """One line about the run."""
     devices = sorted({info.device for info in recording.ranks})
     hosts = len({info.host for info in recording.ranks})
-    facts = [
-        f"{len(recording.ranks)} recorded ranks",
-        f"{hosts} {'hosts' if hosts > 1 else 'host'}",
-        ", ".join(devices),
-        *(
-            f"{name.replace('_', ' ')} {value}"
-            for name, value in recording.facts.items()
-            if isinstance(value, (int, str)) and not isinstance(value, bool) and value != ""
-        ),
-        recording.created,
-    ]
-    return [fact for fact in facts if fact]
+    ranks = len(recording.ranks)
+    places = f"{ranks} recorded {'ranks' if ranks > 1 else 'rank'} on {', '.join(devices)}"
+    facts = [places + (f", {hosts} hosts" if hosts > 1 else "")]
+    for name, text in _FACTS.items():
+        value = recording.facts.get(name)
+        if value not in (None, ""):
+            facts.append(text.format(value))
+    return [*facts, recording.created] if recording.created else facts

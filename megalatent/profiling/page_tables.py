@@ -160,7 +160,7 @@ def _add_rank_columns(
     )
     for name, field, text in (
         ("in flight", "in_flight", "{:.0f}".format),
-        (f"peak memory ({recording.memory_kind})", "peak", _bytes_text),
+        (f"peak {recording.memory_kind}", "peak", _bytes_text),
     ):
         peaks: dict[int, float] = {}
         for step in case.steps:

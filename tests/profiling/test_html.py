@@ -20,6 +20,7 @@ from megalatent.profiling.html import render_html, write_html
 from megalatent.profiling.page_data import CATEGORIES
 from megalatent.profiling.records import PARTS, Recording
 from tests.profiling.browser import launch
+from tests.profiling.measured import measured
 from tests.profiling.synthetic import STAGES, UNIT, large_plan, recorded_steps, recording
 
 if TYPE_CHECKING:
@@ -203,9 +204,10 @@ class Opened:
             """([time, row, lane]) => {
               const { timeline } = page, layout = timeline.layout(), ratio = devicePixelRatio;
               const y = layout.y(row, lane) - timeline.scroller.scrollTop + 3;
-              const pixels = timeline.canvas.getContext("2d");
-              const at = [layout.x(time) * ratio, y * ratio];
-              return Array.from(pixels.getImageData(...at.map(Math.floor), 1, 1).data.slice(0, 3));
+              const at = [layout.x(time) * ratio, y * ratio].map(Math.floor);
+              const one = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+              one.drawImage(timeline.canvas, ...at, 1, 1, 0, 0, 1, 1);
+              return Array.from(one.getImageData(0, 0, 1, 1).data.slice(0, 3));
             }""",
             [time, row, lane],
         )
@@ -346,8 +348,11 @@ def test_hover_shows_the_details_of_an_action(opened: Opened, recorded: Recordin
 def test_it_zooms_and_moves(opened: Opened) -> None:
     whole = opened.view
     assert whole[0] == 0
-    about = whole[1] * 0.4
-    x, y = opened.place(about, 1)
+    x, y = (round(number) for number in opened.place(whole[1] * 0.4, 1))
+    about = opened.js(
+        "(x) => page.timeline.layout().time(x - page.timeline.canvas.getBoundingClientRect().left)",
+        x,
+    )
     opened.page.mouse.move(x, y)
     for _ in range(4):
         opened.page.mouse.wheel(0, -200)
@@ -507,6 +512,28 @@ def test_the_tables_hold_the_figures(opened: Opened, recorded: Recording) -> Non
         assert sum(shares) == pytest.approx(100, abs=0.3)
         busy = sum(span.nanoseconds for span in rank.of_kind("F", "B", "H"))
         assert shares[0] == pytest.approx(100 * busy / length, abs=0.06)
+
+
+def test_a_measured_recording_opens_with_its_last_action(browser: Browser, tmp_path: Path) -> None:
+    """Clocks, gaps and parts as they really are."""
+    recorded = measured()
+    path = tmp_path / "measured.html"
+    write_html(recorded, path)
+    opened = Opened(browser, path)
+    chosen = opened.page.locator("#step option:checked").inner_text()
+    case = recorded.cases[1]
+    step = next(step for step in case.steps if f"iteration {step.iteration}" in chosen)
+    span = max(step.ranks[2].of_kind("F", "B", "H"), key=lambda span: span.end)
+    begin = min(rank.start for rank in step.ranks)
+    opened.point((span.start + span.end) / 2 - begin, 2)
+    assert opened.details().startswith(f"{NAMES[span.kind]} stage 2")
+    assert f"takes {span.nanoseconds / 1e6:.4g} ms" in opened.details()
+    opened.page.mouse.move(0, 0)
+    opened.settle()
+    colour = opened.colour((span.start + span.end) / 2 - begin, 2)
+    assert colour == opened.theme_colour(f"backward-{span.k}")
+    assert opened.wrong == []
+    opened.page.context.close()
 
 
 def test_names_are_text_and_never_code(browser: Browser, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from megalatent.errors import UserError
 from megalatent.passes.costs import Costs
 from megalatent.profiling.records import PARTS, Recording
 from megalatent.profiling.trace import chrome_events, write_chrome_trace, write_perfetto_trace
+from tests.profiling.measured import measured
 from tests.profiling.synthetic import recording
 
 # The fields of the trace event format: name -> (type, needed).
@@ -74,6 +75,7 @@ RECORDINGS: dict[str, Callable[[], Recording]] = {
     ),
     "two replicas": lambda: recording(((2,) * 5,), replicas=2, steps=2),
     "one stage": lambda: recording(((2, 2),), stages=1, costs=PLAIN),
+    "really measured": measured,
     "clocks that differ": lambda: recording(late=(0, -40_000, 30_000, 55_000)),
 }
 

@@ -184,12 +184,12 @@ class _Run:
                 error.add_note(f"stage {self.rank}, in its action {index}, {action}")
                 raise
         if not self.alone:
-            last = len(self.mine) - 1
+            end = len(self.mine) - 1
             if self.recorder:
                 self.recorder.begin("send", self.mine[-1])
             for outbox, stage in ((self.forward_out, self.after), (self.backward_out, self.before)):
                 while len(outbox):
-                    self._sending(last, stage, outbox.oldest)
+                    self._sending(end, stage, outbox.oldest)
                     outbox.finish_oldest(on_host=False)
             self._end("send", self.mine[-1])
 

@@ -76,8 +76,10 @@ def off_and_on() -> None:
             begin = time.perf_counter()
             executor.run(plan, program, HAND_OVER)
             found[on].append((time.perf_counter() - begin) / actions)
-    off, on = (min(found[key]) * 1e6 for key in (False, True))
-    print(f"executor alone: {off:.2f} us an action without, {on:.2f} us with a recorder")
+    without, with_one = (min(found[key]) * 1e6 for key in (False, True))
+    print(
+        f"executor alone: {without:.2f} us an action without, {with_one:.2f} us with a recorder"
+    )
 
 
 def real(steps: int) -> int:

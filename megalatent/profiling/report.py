@@ -278,8 +278,8 @@ def _stages(
     plan, visits = case.plan, measured.visits
     samples = action_seconds(recording, case)
     kept: dict[tuple[int, int], int] = {}
-    for stage, _, k, size in recording.activations:
-        kept[stage, k] = kept.get((stage, k), 0) + size
+    for item in recording.activations:
+        kept[item.stage, item.k] = kept.get((item.stage, item.k), 0) + item.bytes
     layers = recording.facts["layers"]
     result = []
     for stage in range(plan.stages):

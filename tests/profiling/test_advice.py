@@ -22,7 +22,7 @@ from tests.profiling.synthetic import OPTIMIZER, REDUCE, UNIT
 from tests.training.runs import MODEL
 
 LAYER = Costs(forward=0.5, backward=1.0)  # of one layer
-HEAD, HOP, FUSION = 1.0, 0.02, 0.3
+HEAD, HOP, FUSION = 3.0, 0.02, 0.3
 LAYERS = (2, 2, 2, 2)
 MS = UNIT * 1e-9
 

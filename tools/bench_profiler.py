@@ -77,9 +77,7 @@ def off_and_on() -> None:
             executor.run(plan, program, HAND_OVER)
             found[on].append((time.perf_counter() - begin) / actions)
     without, with_one = (min(found[key]) * 1e6 for key in (False, True))
-    print(
-        f"executor alone: {without:.2f} us an action without, {with_one:.2f} us with a recorder"
-    )
+    print(f"executor alone: {without:.2f} us an action without, {with_one:.2f} us with a recorder")
 
 
 def real(steps: int) -> int:

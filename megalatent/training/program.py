@@ -197,7 +197,8 @@ class MegatronProgram:
         return None if visit.stage_input is None else visit.stage_input.grad
 
     def last_backward(self, chunk: int) -> None:
-        self.on_last_backward(chunk)
+        with self._part("reduce"):
+            self.on_last_backward(chunk)
 
     def chunk_finished(self, chunk: int) -> None:
         with self._part("reduce"):

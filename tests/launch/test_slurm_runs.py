@@ -19,8 +19,8 @@ from megalatent.launch.slurm import Slurm
 from tests.launch import lab as laboratory
 from tests.launch.lab import Lab, Run, lab_for_tests, same_training, standin_alone, submit
 
-# Minutes of real jobs: `make test-all` runs them.
-pytestmark = [pytest.mark.slurm, pytest.mark.full]
+# `make test` runs each scenario once, `make test-all` three times and the slow ones too.
+pytestmark = pytest.mark.slurm
 
 _NODES = 40
 

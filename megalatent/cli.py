@@ -69,7 +69,7 @@ COMMANDS = (
     Command(
         name="generate",
         help="generate text from an exported model",
-        module="megalatent.hf.generate_command",
+        module="megalatent.generate_command",
     ),
     Command(
         name="convert",

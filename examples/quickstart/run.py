@@ -2,7 +2,8 @@
 
 Prepares real text (the sources and docstrings of Python's standard library), trains a tokenizer
 and a small full-bandwidth transformer on a pipeline of two processes through Megatron, evaluates
-it with 1 to 8 passes, and writes a table and a plot. Safe to repeat: what exists is used again.
+it with 1 to 8 passes, writes a table and a plot, exports the model to Hugging Face form, and
+samples from it in the three decoding modes. Safe to repeat: what exists is used again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 RUN = Path("runs/quickstart")
 METRICS = RUN / "checkpoints" / "metrics.jsonl"
+EXPORT = RUN / "export"
+PROMPT = "def read(self, size):"
 MEGALATENT = [sys.executable, "-m", "megalatent.cli"]
 
 
@@ -50,6 +53,8 @@ def main() -> int:
     plot = RUN / "passes.png"
     draw(plot)
     console.print(f"plot: {plot}   metrics: {METRICS}   log: {RUN / 'train.log'}")
+    if not (export(console) and sample(console)):
+        return 1
     console.print(f"done in {time.monotonic() - started:.0f} s")
     return 0
 
@@ -138,6 +143,25 @@ def show_progress(console: Console, process: subprocess.Popen) -> None:
 def note(step: dict) -> str:
     losses = "  ".join(f"pass {k}: {v:.3f}" for k, v in step["loss_per_pass"].items())
     return f"{step['tokens_per_second']:,.0f} tokens/s  loss {losses}"
+
+
+def export(console: Console) -> bool:
+    """Convert the last checkpoint, which names its tokenizer, to Hugging Face form."""
+    command = ["convert", "to-hf", str(METRICS.parent), str(EXPORT), "--overwrite"]
+    return run_command(console, "Exporting the model", command)
+
+
+def sample(console: Console) -> bool:
+    """A sample in each decoding mode, side by side, from the export."""
+    command = ["generate", str(EXPORT), "--compare", "--prompt", PROMPT]
+    command += ["--max-new-tokens", "24", "--temperature", "0.7"]
+    return run_command(console, "Sampling in the three modes", command)
+
+
+def run_command(console: Console, what: str, command: list[str]) -> bool:
+    shown = " ".join(f"'{word}'" if " " in word else word for word in command)
+    console.print(f"{what}: megalatent {shown}", markup=False, highlight=False, soft_wrap=True)
+    return subprocess.run([*MEGALATENT, *command]).returncode == 0
 
 
 def results_table(evaluation: dict) -> Table:

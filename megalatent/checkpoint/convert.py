@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -13,13 +14,17 @@ import torch
 import yaml
 from torch import Tensor
 
-from megalatent.checkpoint.arguments import config_from_args, megatron_options
-from megalatent.checkpoint.engine import Progress, export_weights, import_weights
+from megalatent.checkpoint.arguments import megatron_options, model_config
+from megalatent.checkpoint.export_config import export_config, named_tokenizer
+from megalatent.checkpoint.exporting import Progress, export_weights
 from megalatent.checkpoint.families import find_family
 from megalatent.checkpoint.families.fields import NEUTRAL
+from megalatent.checkpoint.importing import import_weights
 from megalatent.checkpoint.mapping import fusion_rules
+from megalatent.checkpoint.quantize import Quantization
 from megalatent.checkpoint.reader import CheckpointReader, SafetensorsReader, check_manifest
 from megalatent.checkpoint.writer import Staging, hash_file
+from megalatent.config_model import ModelConfig
 from megalatent.errors import UserError
 
 __all__ = ["from_hf", "read_model_config", "to_hf"]
@@ -48,6 +53,7 @@ def to_hf(
     overwrite: bool = False,
     vocab_size: int | None = None,
     document_end: int | None = None,
+    quantization: Quantization | None = None,
     check: Callable[[CheckpointReader, Path], dict[str, Any]] | None = None,
     progress: Progress = _SILENT,
 ) -> None:
@@ -59,17 +65,22 @@ def to_hf(
         max_shard: bytes in a file, unless one tensor is larger.
         vocab_size: without padding, where neither checkpoint nor tokenizer says it.
         document_end: token that ends a document, likewise.
-        check: called with the reader and the finished folder before it gets its name; what it
-            returns is kept in the manifest.
+        quantization: quantise the model after it was written and verified; it must fit in memory.
+        check: called with the reader and the finished folder, not quantised yet, before it gets
+            its name; what it returns is kept in the manifest.
 
     Raises:
-        UserError: see `megalatent.checkpoint.engine`.
+        UserError: see `megalatent.checkpoint.exporting`.
     """
+    if quantization is not None:
+        quantization.require_package()
     reader = CheckpointReader(checkpoint)
     check_manifest(reader.root)
     args = reader.args()
-    tokenizer = tokenizer or _named_tokenizer(args)
-    config = _export_config(args, reader, tokenizer, vocab_size, document_end, dtype)
+    tokenizer = tokenizer or named_tokenizer(args)
+    config = export_config(args, reader, tokenizer, vocab_size, document_end, dtype)
+    if quantization is not None:
+        quantization.check(config, tokenizer)
     made_from = {
         "checkpoint": str(reader.folder.resolve()),
         "metadata": hash_file(reader.folder / ".metadata"),
@@ -85,12 +96,17 @@ def to_hf(
             config,
             dtype=dtype,
             max_shard=max_shard,
+            copies=1 if quantization is None else 2,
             progress=progress,
         )
         _write_model_files(staging.folder, config, tokenizer)
         details: dict[str, Any] = {"converted": "to-hf", "from": str(reader.folder)}
         if check is not None:
             details["logits"] = check(reader, staging.folder)
+        if quantization is not None:
+            quantization.apply(staging.folder)
+            staging.done.clear()  # these files are gone
+            details["quantized"] = quantization.describe()
         staging.finish(details)
 
 
@@ -112,7 +128,7 @@ def from_hf(
         check: as for `to_hf`, called with the model's folder and the new checkpoint.
 
     Raises:
-        UserError: see `megalatent.checkpoint.engine`.
+        UserError: see `megalatent.checkpoint.importing`.
     """
     if not model.is_dir():
         raise UserError(f"{model} is not a folder: give a folder with a Hugging Face model")
@@ -279,103 +295,15 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 # -- Megatron's side --------------------------------------------------------------------------
 
 
-def _named_tokenizer(args: Any) -> Path | None:
-    """The tokenizer that the run was given, if it is a folder that is still there."""
-    name = getattr(args, "tokenizer_model", None)
-    path = Path(name) if name else None
-    return path if path is not None and path.is_dir() else None
-
-
-def _export_config(
-    args: Any,
-    reader: CheckpointReader,
-    tokenizer: Path | None,
-    vocab_size: int | None,
-    document_end: int | None,
-    dtype: torch.dtype | None,
-) -> Any:
-    from megalatent.hf.configuration_megalatent import MegalatentConfig
-
-    words = _TokenizerFacts.load(tokenizer)
-    table = reader.tensors.get("embedding.word_embeddings.weight")
-    if table is None:
-        raise UserError(f"{reader.folder} has no word embeddings: it is no language model")
-    vocab_size = vocab_size or _vocab_size(args, words)
-    if vocab_size is None:
-        raise UserError(
-            f"{reader.folder} does not say how many of its {table.size[0]} embedding rows are"
-            " tokens and how many padding: give --tokenizer DIR or --vocab-size N"
-        )
-    if not 0 < vocab_size <= table.size[0]:
-        raise UserError(
-            f"the vocabulary has {vocab_size} tokens and the checkpoint {table.size[0]} embedding"
-            " rows: give the tokenizer that it was trained with"
-        )
-    fields = config_from_args(args, vocab_size)
-    if fields.get("document_end_token_id") is None:
-        ends = document_end if document_end is not None else _document_end(args, words)
-        trained = getattr(args, "latent_config", None) is not None
-        if ends is None and trained and fields["fusion"] != "none":
-            raise UserError(
-                f"{reader.folder} does not say which token ends a document, and the model was"
-                " trained to read no state after it: give --tokenizer DIR or --document-end-token"
-                " ID"
-            )
-        fields["document_end_token_id"] = ends
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if fields.get(name) is None:
-            fields[name] = getattr(words, name)
-    fields["dtype"] = str(dtype or table.properties.dtype).removeprefix("torch.")
-    return MegalatentConfig(**fields)
-
-
-class _TokenizerFacts:
-    """What a tokenizer says of the vocabulary."""
-
-    def __init__(self) -> None:
-        self.size: int | None = None
-        self.bos_token_id: int | None = None
-        self.eos_token_id: int | None = None
-        self.pad_token_id: int | None = None
-
-    @classmethod
-    def load(cls, folder: Path | None) -> _TokenizerFacts:
-        facts = cls()
-        if folder is None:
-            return facts
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"--tokenizer {folder} cannot be loaded: {reason}") from None
-        facts.size = len(tokenizer)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(facts, name, getattr(tokenizer, name))
-        return facts
-
-
-def _vocab_size(args: Any, words: _TokenizerFacts) -> int | None:
-    # With a tokenizer of its own, Megatron takes the size from there and leaves the option alone.
-    by_option = getattr(args, "tokenizer_type", None) in (None, "NullTokenizer", "TikTokenizer")
-    given = getattr(args, "vocab_size", None)
-    return given if by_option and given else words.size
-
-
-def _document_end(args: Any, words: _TokenizerFacts) -> int | None:
-    if getattr(args, "tokenizer_type", None) == "NullTokenizer":
-        end = getattr(args, "null_tokenizer_eod_id", None)
-        return args.vocab_size - 1 if end is None else int(end)
-    return words.eos_token_id
-
-
 def _write_run_options(
     path: Path, config: Any, options: Mapping[str, Any], transformer_engine: bool
 ) -> None:
     """What a run's configuration has to say to load the checkpoint, ready to be copied."""
     impl = "transformer_engine" if transformer_engine else "local"
     latent: dict[str, Any] = {"fusion": {"kind": config.fusion}}
+    model = model_config(config)
+    if model != ModelConfig():
+        latent = {"model": dataclasses.asdict(model), **latent}
     if config.fusion != "none":
         latent["fusion"] |= {
             "input_norm": config.input_norm,

@@ -19,6 +19,8 @@ one process and without a GPU. Every tensor is read back and compared bit by bit
 appears under its name only when it is complete.
 """
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# Keys of `megalatent.checkpoint.quantize.FORMATS`, without importing torch.
+QUANTIZATIONS = ("fp8", "int8", "int4_awq")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -60,6 +62,19 @@ def add_convert_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         help="token after which no state is read, where neither checkpoint nor tokenizer says it",
     )
 
+    to_hf.add_argument(
+        "--quantize",
+        choices=QUANTIZATIONS,
+        help="also quantise the model, for serving (default: do not); needs megalatent[quantize]"
+        " and memory for the whole model",
+    )
+    to_hf.add_argument(
+        "--calibration",
+        metavar="FILE",
+        type=Path,
+        help="text to calibrate the quantisation with (default: the manual of Python)",
+    )
+
     from_hf = directions.add_parser(
         "from-hf", description="Turns a Hugging Face model into a Megatron checkpoint."
     )
@@ -84,8 +99,8 @@ def add_convert_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         direction.add_argument(
             "--verify-logits",
             action="store_true",
-            help="also run both models on sample tokens, with one, two and three passes, and print"
-            " the differences of their logits",
+            help="also run both models on sample text, with one, two and three passes and in all"
+            " decoding modes, and print the differences of their logits",
         )
 
 
@@ -99,6 +114,8 @@ def run_convert_command(args: argparse.Namespace) -> int:
         value = getattr(args, name, None)
         if value is not None and value < (1 if name == "vocab_size" else 0):
             raise UserError(f"--{name.replace('_', '-')} {value}: give a number of the vocabulary")
+    if getattr(args, "calibration", None) and not args.quantize:
+        raise UserError("--calibration goes with --quantize: give --quantize, or leave it out")
     source, out = args.source.resolve(), args.out.resolve()
     if out == source or out in source.parents or source in out.parents:
         raise UserError(f"{args.out} and {args.source} lie in one another: choose another folder")
@@ -117,12 +134,16 @@ def _to_hf(args: argparse.Namespace, show: _Bar) -> None:
     # that those classes name in their annotations.
     import torch
 
-    import megalatent.hf.modeling_megalatent  # noqa: F401
+    import megalatent.hf  # noqa: F401
     from megalatent import platform
 
     platform.install()
     from megalatent.checkpoint.convert import to_hf
+    from megalatent.checkpoint.quantize import Quantization
 
+    quantization = None
+    if args.quantize:
+        quantization = Quantization(format=args.quantize, calibration=args.calibration)
     to_hf(
         args.source,
         args.out,
@@ -132,6 +153,7 @@ def _to_hf(args: argparse.Namespace, show: _Bar) -> None:
         overwrite=args.overwrite,
         vocab_size=args.vocab_size,
         document_end=args.document_end_token,
+        quantization=quantization,
         check=_check_export if args.verify_logits else None,
         progress=show,
     )
@@ -164,9 +186,9 @@ def _check_import(model: Path, checkpoint: Path) -> dict[str, Any]:
 
 
 def _report(differences: dict[str, Any]) -> dict[str, Any]:
-    for passes, found in differences.items():
+    for what, found in differences.items():
         print(
-            f"logits with {passes}: largest difference {found['max']:.3e}, mean"
+            f"logits, {what}: largest difference {found['max']:.3e}, mean"
             f" {found['mean']:.3e} (logits up to {found['scale']:.1f})"
         )
     return differences

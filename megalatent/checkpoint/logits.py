@@ -1,229 +1,128 @@
 """Logits of a checkpoint through Megatron, beside those of a Hugging Face model.
 
-One process, Megatron's local layers, single precision, no padding of the vocabulary: what is
-compared is the conversion, not kernels.
+In single precision, by pass and by decoding mode: what is compared is the conversion, not kernels.
 """
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
+import logging
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["compare_logits", "megatron_logits"]
+__all__ = ["MODES", "compare_logits"]
 
-_SAMPLE = (2, 24)  # rows and tokens
+# Decoding modes: passes over the prompt, and whether generated positions are fused.
+MODES = {"standard": (1, False), "soft": (1, True), "fused": (2, True)}
 MAX_PASSES = 3
+_LENGTH, _PROMPT = 24, 16
+_SAMPLE = (
+    "A transformer reads a token at every position and passes it on; here it also passes on the"
+    " state that it computed, so that the next position starts from what the last one knew."
+)
 
 
 def compare_logits(checkpoint: Path, model: Path) -> dict[str, Any]:
-    """Largest and mean difference of the logits, for each number of passes, in fp32.
+    """Largest and mean difference of the logits, in fp32.
+
+    Two rows are read in one, two and three passes, and then continued in every decoding mode: the
+    Hugging Face model through `generate()` with its cache, Megatron by the recurrence without one.
+    A model without fusion has one pass and one mode.
 
     Args:
         checkpoint: the folder of an iteration.
         model: a Hugging Face model of any family that converts.
 
     Returns:
-        `"K = 1"` … -> `max`, `mean` and `scale` (the largest logit).
+        `"K = 1"` …, `"mode standard"` … -> `max`, `mean` and `scale` (the largest logit).
     """
     from transformers import AutoModelForCausalLM
 
-    from megalatent.hf import register
+    import megalatent.hf  # noqa: F401 - the Auto classes know the model from then on
+    from megalatent.checkpoint.runner import open_runner
 
-    register()
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
-    hf = hf.eval()
-    fusion = getattr(hf.config, "fusion", "none")
-    passes = MAX_PASSES if fusion != "none" else 1
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(hf.config.vocab_size, _SAMPLE, generator=generator)
-    end = getattr(hf.config, "document_end_token_id", None)
-    if end is not None:
-        tokens[:, _SAMPLE[1] // 2] = end  # what follows must read no state
-    ours = megatron_logits(checkpoint, tokens, passes, end)
-    report = {}
-    for k, got in enumerate(ours, 1):
-        with torch.no_grad():
-            wanted = hf(tokens, **({"num_passes": k} if passes > 1 else {})).logits
-        difference = (got[..., : wanted.shape[-1]] - wanted).abs()
-        report[f"K = {k}"] = {
-            "max": float(difference.max()),
-            "mean": float(difference.mean()),
-            "scale": float(wanted.abs().max()),
-        }
+    with _quiet(), torch.no_grad():
+        hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
+        hf = hf.eval()
+        latent = getattr(hf.config, "fusion", "none") != "none"
+        end = getattr(hf.config, "document_end_token_id", None)
+        tokens = _tokens(model, hf.config.vocab_size, end)
+        report = {}
+        with open_runner(checkpoint, _LENGTH, end) as megatron:
+            logits = megatron.passes(tokens, MAX_PASSES if latent else 1)
+            for k, ours in enumerate(logits, 1):
+                wanted = hf(tokens, **({"num_passes": k} if latent else {})).logits
+                report[f"K = {k}"] = _difference(ours, wanted)
+            for mode, (prefill, fused) in MODES.items() if latent else [("standard", (1, False))]:
+                text, wanted = _decode(hf, tokens[:, :_PROMPT], mode if latent else None)
+                ours = megatron.decode(text, _PROMPT, prefill, fused)
+                report[f"mode {mode}"] = _difference(ours, wanted)
     return report
 
 
-def megatron_logits(
-    checkpoint: Path, tokens: Tensor, passes: int, document_end: int | None = None
-) -> list[Tensor]:
-    """Logits `[b, s, v]` of passes 1 … `passes`, padding columns included. Imports Megatron.
+def _tokens(model: Path, vocab_size: int, document_end: int | None) -> Tensor:
+    """A row of text, if the model has its tokenizer, and one of random tokens of all kinds."""
+    from transformers import AutoTokenizer
 
-    Args:
-        tokens: `[b, s]`, each row a document, unless `document_end` ends one inside.
-    """
-    from megalatent import platform
-
-    platform.install()
-    from megalatent.checkpoint.arguments import config_from_args
-    from megalatent.checkpoint.reader import CheckpointReader
-    from megalatent.hf.configuration_megalatent import MegalatentConfig
-
-    reader = CheckpointReader(checkpoint)
-    args = reader.args()
-    rows = reader.tensors["embedding.word_embeddings.weight"].size[0]
-    config = MegalatentConfig(**config_from_args(args, rows))
-    with _one_rank(), torch.no_grad():
-        model = _build(config, checkpoint, tokens.shape[1]).cuda()
-        return _run(model, tokens, passes, document_end)
+    tokens = torch.randint(vocab_size, (2, _LENGTH), generator=torch.Generator().manual_seed(0))
+    try:
+        ids = AutoTokenizer.from_pretrained(model, local_files_only=True)(_SAMPLE)["input_ids"]
+    except (OSError, ValueError, KeyError, TypeError):
+        ids = []  # no tokenizer, or none that transformers knows: random tokens in both rows
+    text = torch.tensor([token for token in ids if token < vocab_size][:_LENGTH], dtype=torch.long)
+    tokens[0, : len(text)] = text
+    if document_end is not None:
+        tokens[1, _PROMPT // 2] = document_end  # what follows must read no state
+    return tokens
 
 
-@contextlib.contextmanager
-def _one_rank() -> Iterator[None]:
-    """Megatron's process groups with this process alone."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+def _decode(hf: Any, prompt: Tensor, mode: str | None) -> tuple[Tensor, Tensor]:
+    """Greedy text `[b, s]` of a prompt and the logits `[b, n, v]` it was chosen from."""
+    from transformers import GenerationConfig
 
-    if dist.is_initialized():
-        yield
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
-            init_method=f"file://{folder}/rendezvous",
-            rank=0,
-            world_size=1,
-        )
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1)
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
-
-
-def _build(config: Any, checkpoint: Path, length: int) -> Any:
-    import torch.nn.functional as F
-    from megatron.core import dist_checkpointing
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megalatent.checkpoint.arguments import megatron_options
-    from megalatent.config import FusionConfig, LatentConfig
-    from megalatent.model.build import latent_model
-    from megalatent.model.layers import layer_spec
-
-    options = megatron_options(config)
-    window = options.get("window_size")
-    moe: dict[str, Any] = {}
-    if config.num_experts:
-        moe = {
-            "num_moe_experts": config.num_experts,
-            "moe_router_topk": config.num_experts_per_tok,
-            "moe_ffn_hidden_size": config.moe_intermediate_size,
-            "moe_layer_freq": options.get("moe_layer_freq", 1),
-            "moe_token_dispatcher_type": "alltoall",
-        }
-    transformer = TransformerConfig(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_key_value_heads,
-        kv_channels=config.head_dim,
-        layernorm_epsilon=config.rms_norm_eps,
-        normalization="RMSNorm",
-        qk_layernorm=config.qk_norm,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=not options["disable_bias_linear"],
-        add_qkv_bias=options["add_qkv_bias"],
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        window_size=tuple(map(int, window.split(","))) if window else None,
-        window_attn_skip_freq=options.get("window_attn_skip_freq"),
-        transformer_impl="local",
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        **moe,
+    hf.generation_config = GenerationConfig()  # no end of text, no other sampling
+    out = hf.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=_LENGTH - _PROMPT,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **({"mode": mode} if mode else {}),
     )
-    backbone = GPTModel(
-        transformer,
-        layer_spec(transformer),
-        config.vocab_size,
-        length,
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=options["rotary_base"],
-        rope_scaling=options.get("use_rope_scaling", False),
-        rope_scaling_factor=options.get("rope_scaling_factor", 8.0),
-    )
-    latent = (
-        LatentConfig()
-        if config.fusion != "none"
-        else LatentConfig.read({"fusion": {"kind": "none"}})
-    )
-    if config.fusion != "none":
-        settings = FusionConfig(kind=config.fusion, input_norm=config.input_norm)
-        latent = LatentConfig(fusion=settings)
-    model = latent_model(backbone, latent, config.vocab_size).eval()
-    state = {"model": model.sharded_state_dict()}
-    if config.num_experts:
-        _use_names_of(checkpoint, state["model"])
-    loaded = dist_checkpointing.load(state, str(checkpoint))
-    model.load_state_dict(loaded["model"])
-    return model.float()
+    return out.sequences, torch.stack(out.logits, dim=1)
 
 
-def _use_names_of(checkpoint: Path, state: dict[str, Any]) -> None:
-    """A checkpoint for Transformer Engine's layers has another name for the norm before experts."""
-    from megalatent.checkpoint.reader import CheckpointReader
-
-    have = CheckpointReader(checkpoint).tensors
-    for entry in state.values():
-        key = getattr(entry, "key", "")
-        other = key.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
-        if key not in have and other in have:
-            entry.key = other
-
-
-def _run(model: Any, tokens: Tensor, passes: int, document_end: int | None) -> list[Tensor]:
-    from megalatent import kernels
-    from megalatent.model.batch import RowSettings
-    from megalatent.training.data import DataSettings, micro_batch_from
-
-    tokens = tokens.cuda()
-    rows = RowSettings(seed=0, jitter=0.0, prefix_mixin=False) if model.fusion else None
-    settings = DataSettings(
-        seq_length=tokens.shape[1], end_of_document=document_end, attention_mask=True, rows=rows
-    )
-    raw = {
-        "tokens": tokens,
-        "labels": tokens,
-        "loss_mask": torch.ones_like(tokens, dtype=torch.float32),
-        "position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens),
-        "attention_mask": None,
+def _difference(ours: Tensor, wanted: Tensor) -> dict[str, float]:
+    difference = (ours[..., : wanted.shape[-1]] - wanted).abs()
+    return {
+        "max": float(difference.max()),
+        "mean": float(difference.mean()),
+        "scale": float(wanted.abs().max()),
     }
-    samples = torch.arange(tokens.shape[0], device=tokens.device)
-    batch = micro_batch_from(raw, samples, settings, first_stage=True)
-    pointwise = kernels.select("torch", tokens.device, torch.float32)
-    embedding = model("embed", batch)
-    states = [model("stack", batch, model("plain", embedding))]
-    for k in range(2, passes + 1):
-        rows_, token = model("prepare", embedding)
-        fused = model("fuse", pointwise, batch, k, states[-1], rows_, token)
-        states.append(model("stack", batch, fused))
-    backbone = model.backbone
-    tied = backbone.share_embeddings_and_output_weights
-    head = backbone.shared_embedding_or_output_weight() if tied else None
-    return [backbone.output_layer(state, weight=head)[0].transpose(0, 1).cpu() for state in states]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings and bars of loading a model, which say nothing of the comparison."""
+    from transformers.utils import logging as hf_logging
+
+    logger = logging.getLogger("megatron")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()
+        logger.setLevel(level)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 __all__ = [
@@ -24,6 +23,7 @@ __all__ = [
     "Rule",
     "Unit",
     "attention_rules",
+    "branch_rules",
     "dense_rules",
     "dimensions",
     "ends_rules",
@@ -48,6 +48,7 @@ def dimensions(config: Any) -> dict[str, int]:
         "d": config.head_dim,
         "q": config.num_attention_heads * config.head_dim,
         "k": config.num_key_value_heads * config.head_dim,
+        "heads": config.num_attention_heads,
         "groups": config.num_key_value_heads,
         "f": config.intermediate_size,
         "m": config.moe_intermediate_size,
@@ -55,44 +56,38 @@ def dimensions(config: Any) -> dict[str, int]:
     }
 
 
+Shapes = Sequence[tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class Form:
-    """How Hugging Face tensors become one Megatron tensor, and back.
+    """How Hugging Face tensors lie in one Megatron tensor.
 
     Attributes:
-        join: parts in the rule's order -> Megatron's tensor.
-        split: Megatron's tensor and the parts' shapes -> parts.
+        places: Megatron's tensor and the parts' shapes -> a view of it for each part, whose
+            elements in order are the part's. One description serves both directions.
     """
 
     name: str
-    join: Callable[[Sequence[Tensor], Dims], Tensor]
-    split: Callable[[Tensor, Sequence[tuple[int, ...]], Dims], list[Tensor]]
+    places: Callable[[Tensor, Shapes, Dims], list[Tensor]]
 
 
-def _join_qkv(parts: Sequence[Tensor], dims: Dims) -> Tensor:
-    groups, rest = dims["groups"], parts[0].shape[1:]
-    grouped = [part.reshape(groups, -1, *rest) for part in parts]
-    return torch.cat(grouped, dim=1).reshape(-1, *rest)
-
-
-def _split_qkv(tensor: Tensor, shapes: Sequence[tuple[int, ...]], dims: Dims) -> list[Tensor]:
+def _qkv(tensor: Tensor, shapes: Shapes, dims: Dims) -> list[Tensor]:
     groups = dims["groups"]
-    grouped = tensor.reshape(groups, -1, *tensor.shape[1:])
-    parts = grouped.split([shape[0] // groups for shape in shapes], dim=1)
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    grouped = tensor.view(groups, -1, *tensor.shape[1:])
+    return list(grouped.split([shape[0] // groups for shape in shapes], dim=1))
 
 
-COPY = Form("copy", lambda parts, _: parts[0], lambda tensor, *_: [tensor])
+COPY = Form("copy", lambda tensor, *_: [tensor])
 # Padding of the vocabulary is cut when the checkpoint is read, and never written: Megatron loads a
 # table of another height into its own.
-VOCABULARY = Form("vocabulary without padding", COPY.join, COPY.split)
+VOCABULARY = Form("vocabulary without padding", COPY.places)
 STACK = Form(
     "rows of all parts in turn",
-    lambda parts, _: torch.cat(list(parts)),
     lambda tensor, shapes, _: list(tensor.split([shape[0] for shape in shapes])),
 )
 # Per key/value head: its query heads, its key head, its value head.
-QKV = Form("query, key and value rows interleaved by key/value head", _join_qkv, _split_qkv)
+QKV = Form("query, key and value rows interleaved by key/value head", _qkv)
 
 
 def _always(config: Any, layer: int | None) -> bool:
@@ -143,11 +138,9 @@ class Unit:
         shapes = self.shapes()
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        return self.rule.form.join(parts, self.dims)
-
-    def split(self, tensor: Tensor) -> list[Tensor]:
-        return self.rule.form.split(tensor, self.shapes(), self.dims)
+    def places(self, tensor: Tensor) -> list[Tensor]:
+        """Views of Megatron's tensor, one for each part, with the part's elements in order."""
+        return self.rule.form.places(tensor, self.shapes(), self.dims)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +263,34 @@ def attention_rules() -> tuple[Rule, ...]:
             hf=(attention + "o_proj.bias",),
             shapes=(("h",),),
             where=lambda config, _: config.attention_output_bias,
+        ),
+    )
+
+
+def branch_rules() -> tuple[Rule, ...]:
+    """Gates of the attention's heads and norms after the branches, where there are any."""
+
+    def has_norms(config: Any, layer: int | None) -> bool:
+        return config.sandwich_norm
+
+    return (
+        Rule(
+            megatron=(_MEGATRON + "self_attention.linear_gate.weight",),
+            hf=(_HF + "self_attn.gate_proj.weight",),
+            shapes=(("heads", "h"),),
+            where=lambda config, _: config.attention_gate,
+        ),
+        Rule(
+            megatron=(_MEGATRON + "self_attn_bda.norm.weight",),
+            hf=(_HF + "attention_output_norm.weight",),
+            shapes=(("h",),),
+            where=has_norms,
+        ),
+        Rule(
+            megatron=(_MEGATRON + "mlp_bda.norm.weight",),
+            hf=(_HF + "mlp_output_norm.weight",),
+            shapes=(("h",),),
+            where=has_norms,
         ),
     )
 

@@ -6,21 +6,24 @@ and name the file and what is wrong with it. Neither needs a process group.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import re
-import zipfile
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
+from megalatent.checkpoint.slices import BLOCK, Window, contiguous_start, read_box
 from megalatent.errors import UserError
 
 __all__ = ["DTYPES", "MANIFEST", "CheckpointReader", "SafetensorsReader", "check_manifest"]
@@ -32,7 +35,6 @@ DTYPES = {  # as safetensors calls them
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_BLOCK = 1 << 24
 # State of the trainer, in whose place a converted model has nothing.
 _NOT_MODEL = re.compile(r"^(chained_\d+\.)?optimizer\.|^(rng_state|rerun_state_machine)")
 
@@ -64,7 +66,7 @@ def check_manifest(folder: Path, progress: Callable[[int], None] = lambda n: Non
             )
         digest = hashlib.sha256()
         with file.open("rb") as stream:
-            while block := stream.read(_BLOCK):
+            while block := stream.read(BLOCK):
                 digest.update(block)
                 progress(len(block))
         if digest.hexdigest() != entry["sha256"]:
@@ -100,7 +102,9 @@ class CheckpointReader:
             for key, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not _NOT_MODEL.match(key)
         }
-        self._last: tuple[MetadataIndex, Tensor] | None = None
+        self._by_first: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
+        # Where the elements of chunks begin, once their checksums are checked; None: see there.
+        self._starts: dict[MetadataIndex, int | None] = {}
         self._check_files()
 
     def _check_files(self) -> None:
@@ -151,8 +155,18 @@ class CheckpointReader:
             return own, index
         return template.replace("{layer}.", ""), [layer, *index]
 
-    def read(self, key: str, index: list[int], rows: int | None = None) -> Tensor:
-        """One layer's (and expert's) part of a tensor, or its first `rows` rows.
+    def read(
+        self,
+        key: str,
+        index: list[int],
+        rows: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """One layer's (and expert's) part of a tensor; nothing else is held in memory.
+
+        Args:
+            rows: the first row and the number of rows; None for all.
+            dtype: to convert to on the way.
 
         Raises:
             UserError: a file is missing or damaged.
@@ -161,10 +175,10 @@ class CheckpointReader:
         first = [*index, *([0] * (len(entry.size) - len(index)))]
         size = [*([1] * len(index)), *entry.size[len(index) :]]
         if rows is not None:
-            size[len(index)] = rows
-        out = torch.empty(size, dtype=entry.properties.dtype)
+            first[len(index)], size[len(index)] = rows
+        out = torch.empty(size, dtype=dtype or entry.properties.dtype)
         filled = 0
-        for chunk in entry.chunks:
+        for chunk in self._chunks(key, index):
             starts = [max(a, b) for a, b in zip(first, chunk.offsets, strict=True)]
             ends = [
                 min(a + n, b + m)
@@ -172,24 +186,35 @@ class CheckpointReader:
             ]
             if any(start >= end for start, end in zip(starts, ends, strict=True)):
                 continue
-            source = self._chunk(MetadataIndex(key, chunk.offsets), tuple(chunk.sizes))
             target = out
             for axis, (start, end) in enumerate(zip(starts, ends, strict=True)):
-                source = source.narrow(axis, start - chunk.offsets[axis], end - start)
                 target = target.narrow(axis, start - first[axis], end - start)
-            target.copy_(source)
+            inside = [start - b for start, b in zip(starts, chunk.offsets, strict=True)]
+            self._copy(MetadataIndex(key, chunk.offsets), tuple(chunk.sizes), inside, target)
             filled += target.numel()
         if filled != out.numel():
             raise UserError(
                 f"{self.folder}: {filled} of {out.numel()} elements of {key} {index} are in the"
                 " checkpoint: it is half-written"
             )
-        return out.reshape(size[len(index) :])
+        return out.view(size[len(index) :])
 
-    def _chunk(self, index: MetadataIndex, shape: tuple[int, ...]) -> Tensor:
-        if self._last is not None and self._last[0] == index:
-            return self._last[1]
-        self._last = None  # freed before the next one is read
+    def _chunks(self, key: str, index: list[int]) -> Sequence[ChunkStorageMetadata]:
+        """Those of a tensor's chunks that hold the index of its first axis, if there is one."""
+        chunks = self.tensors[key].chunks
+        if not index:
+            return chunks
+        if key not in self._by_first:  # a model with experts has thousands of chunks a tensor
+            by_first = self._by_first[key] = defaultdict(list)
+            for chunk in chunks:
+                for i in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
+                    by_first[i].append(chunk)
+        return self._by_first[key][index[0]]
+
+    def _copy(
+        self, index: MetadataIndex, shape: tuple[int, ...], starts: list[int], target: Tensor
+    ) -> None:
+        """Copy a part of a chunk into a tensor, from where it stands in a file."""
         stored = self._metadata.storage_data.get(index)
         if stored is None:
             raise UserError(f"{self.folder}/.metadata has no place for {index.fqn}: it is damaged")
@@ -199,22 +224,28 @@ class CheckpointReader:
                 " cannot be read here: save the checkpoint without"
             )
         path = self.folder / stored.relative_path
-        with path.open("rb") as stream:
-            stream.seek(stored.offset)
-            data = stream.read(stored.length)
-        tensor = None
-        if len(data) == stored.length:
-            # torch does not compare the checksums it has written.
-            with contextlib.suppress(Exception), zipfile.ZipFile(io.BytesIO(data)) as archive:
-                if archive.testzip() is None:
-                    tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        if tensor is None or tuple(tensor.shape) != shape:
+        try:
+            with path.open("rb") as stream:
+                window = Window(stream, stored.offset, stored.length)
+                dtype = self.tensors[index.fqn].properties.dtype
+                if index not in self._starts:
+                    self._starts[index] = contiguous_start(window, dtype, shape)
+                start = self._starts[index]
+                if start is None:
+                    window.seek(0)
+                    source = torch.load(window, map_location="cpu", weights_only=True)
+                    for axis, first in enumerate(starts):
+                        source = source.narrow(axis, first, target.shape[axis])
+                    target.copy_(source)
+                else:
+                    read_box(stream, stored.offset + start, dtype, shape, starts, target)
+        except MemoryError:
+            raise
+        except Exception as error:
             raise UserError(
                 f"{path} is truncated or damaged: {stored.length} bytes at {stored.offset}, of"
-                f" {index.fqn}, are not what was written"
-            )
-        self._last = (index, tensor)
-        return tensor
+                f" {index.fqn}, are not what was written ({type(error).__name__})"
+            ) from None
 
 
 def _iteration_folder(folder: Path) -> Path:
@@ -264,15 +295,29 @@ class SafetensorsReader:
 
     def read(self, name: str) -> Tensor:
         dtype, shape = self.tensors[name]
-        path, start, length = self._places[name]
-        data = bytearray(length)
+        out = torch.empty(shape, dtype=dtype)
+        self.fill(name, out)
+        return out
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Read a tensor into a view of any shape, with the same elements in the same order."""
+        self._read_into(name, 0, target)
+
+    def elements(self, name: str, first: int, count: int) -> Tensor:
+        """A run of a tensor's elements, one-dimensional."""
+        out = torch.empty(count, dtype=self.tensors[name][0])
+        self._read_into(name, first, out)
+        return out
+
+    def _read_into(self, name: str, first: int, target: Tensor) -> None:
+        dtype, _ = self.tensors[name]
+        path, start, _ = self._places[name]
+        offset, zeros = start + first * dtype.itemsize, [0] * target.dim()
         with path.open("rb") as stream:
-            stream.seek(start)
-            if stream.readinto(data) != length:
-                raise UserError(f"{path} is truncated: {name} is not all there")
-        if not length:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(data, dtype=dtype).reshape(shape)
+            try:
+                read_box(stream, offset, dtype, target.shape, zeros, target)
+            except EOFError:
+                raise UserError(f"{path} is truncated: {name} is not all there") from None
 
     def _read_header(self, path: Path) -> None:
         if not path.is_file():

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -36,12 +37,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megalatent import __version__
 from megalatent.checkpoint.reader import DTYPES, MANIFEST
+from megalatent.checkpoint.slices import BLOCK, blocks
 from megalatent.errors import UserError
 
 __all__ = ["Staging", "StackedTensor", "hash_file", "write_checkpoint", "write_safetensors"]
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BLOCK = 1 << 24
 
 
 class Staging:
@@ -152,7 +153,7 @@ def hash_file(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file, as they stand in the manifest."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
+        while block := stream.read(BLOCK):
             digest.update(block)
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
@@ -166,7 +167,8 @@ def write_safetensors(
     """Write one shard, holding one tensor at a time.
 
     Args:
-        entries: name, dtype and shape of each tensor, in the order of `tensors`.
+        entries: name, dtype and shape of each tensor, in the order of `tensors`, which may be
+            views of another shape.
 
     Returns:
         Size and SHA-256.
@@ -190,11 +192,13 @@ def write_safetensors(
             stream.write(block)
             digest.update(block)
         for (name, dtype, shape), tensor in zip(entries, tensors, strict=True):
-            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, tuple(shape)), name
-            data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-            stream.write(data)
-            digest.update(data)
-            progress(len(data))
+            assert tensor.dtype == dtype, name
+            assert tensor.numel() == torch.Size(shape).numel(), name
+            for block in blocks(tensor):
+                data = memoryview(block.view(torch.uint8).numpy())
+                stream.write(data)
+                digest.update(data)
+                progress(len(data))
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
@@ -208,7 +212,8 @@ class StackedTensor:
     Attributes:
         shape: with its leading axes.
         stacked: number of leading axes (layer, expert) along which it is made piece by piece.
-        make: leading indices -> the piece, leading axes left out.
+        make: leading indices -> the piece, leading axes left out; a tensor of its own, whose
+            memory is freed when the next one is asked for.
     """
 
     shape: tuple[int, ...]
@@ -226,6 +231,7 @@ class _Planner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._tensors = tensors
         self._progress = progress
+        self._written: Tensor | None = None
 
     def create_local_plan(self) -> SavePlan:
         objects = super().create_local_plan()
@@ -250,7 +256,10 @@ class _Planner(DefaultSavePlanner):
         tensor, offsets = self._tensors[write_item.index.fqn], write_item.index.offset
         assert offsets is not None
         assert write_item.tensor_data is not None
-        piece = tensor.make(tuple(offsets[: tensor.stacked]))
+        if self._written is not None:
+            # torch's writer holds on to a tensor of every key until the file is complete.
+            self._written.untyped_storage().resize_(0)
+        piece = self._written = tensor.make(tuple(offsets[: tensor.stacked]))
         self._progress(piece.numel() * piece.element_size())
         return piece.reshape(write_item.tensor_data.chunk.sizes)
 
@@ -276,15 +285,36 @@ def write_checkpoint(
     folder.mkdir(parents=True)
     # Megatron keeps an object in a list of one.
     objects = {"common_state/shard_0_1": [dict(common)]} | {key: [None] for key in empty_objects}
-    save(
-        objects,
-        storage_writer=FileSystemWriter(
-            str(folder), single_file_per_rank=True, thread_count=1, sync_files=True
-        ),
-        planner=_Planner(tensors, progress),
-        no_dist=True,
-    )
+    try:
+        _save(folder, objects, _Planner(tensors, progress))
+    except CheckpointException as error:  # no Exception, and it hides a disk that is full
+        raise _cause(error) from None
     format_ = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(format_))
     (root / "latest_checkpointed_iteration.txt").write_text("release")
     return folder
+
+
+def _save(folder: Path, objects: dict[str, Any], planner: _Planner) -> None:
+    save(
+        objects,
+        storage_writer=FileSystemWriter(
+            str(folder),
+            single_file_per_rank=True,
+            thread_count=1,
+            sync_files=True,
+            per_thread_copy_ahead=0,  # a piece is written before the next one is asked for
+        ),
+        planner=planner,
+        no_dist=True,
+    )
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What torch's writer failed of: its own error comes after the one that stopped it."""
+    last = cause = next(iter(error.failures.values()))[0]
+    while cause is not None:
+        if isinstance(cause, (OSError, UserError, KeyboardInterrupt)):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return last

@@ -1,14 +1,23 @@
 """The model in Hugging Face form: configuration, modeling, decoding.
 
-Nothing of transformers is imported until a name is used, so that the command line stays quick.
-`register()` makes `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` know the model without
-`trust_remote_code`; using any other name of this module does so as well.
+Importing this package makes `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` know the model,
+so that an export loads without `trust_remote_code`. It imports transformers; the command line
+imports it only where a model is needed.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}: models in Hugging Face form need transformers, install megalatent[hf]",
+        name=error.name,
+    ) from error
+
+from .cache_megalatent import LatentDynamicCache, LatentStaticCache
+from .configuration_megalatent import MegalatentConfig
+from .modeling_megalatent import MegalatentForCausalLM, MegalatentModel
 
 __all__ = [
     "MegalatentConfig",
@@ -16,32 +25,8 @@ __all__ = [
     "MegalatentModel",
     "LatentDynamicCache",
     "LatentStaticCache",
-    "register",
 ]
 
-_HOMES = {
-    "MegalatentConfig": "configuration_megalatent",
-    "MegalatentForCausalLM": "modeling_megalatent",
-    "MegalatentModel": "modeling_megalatent",
-    "LatentDynamicCache": "cache_megalatent",
-    "LatentStaticCache": "cache_megalatent",
-}
-
-
-def register() -> None:
-    """Register the configuration and the models with transformers' Auto classes."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-    from .configuration_megalatent import MegalatentConfig
-    from .modeling_megalatent import MegalatentForCausalLM, MegalatentModel
-
-    AutoConfig.register(MegalatentConfig.model_type, MegalatentConfig, exist_ok=True)
-    AutoModel.register(MegalatentConfig, MegalatentModel, exist_ok=True)
-    AutoModelForCausalLM.register(MegalatentConfig, MegalatentForCausalLM, exist_ok=True)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    register()
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+transformers.AutoConfig.register(MegalatentConfig.model_type, MegalatentConfig, exist_ok=True)
+transformers.AutoModel.register(MegalatentConfig, MegalatentModel, exist_ok=True)
+transformers.AutoModelForCausalLM.register(MegalatentConfig, MegalatentForCausalLM, exist_ok=True)

@@ -57,9 +57,11 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     same_weights(own_names(models.weights(tmp_path / "hf")), models.weights(tmp_path / "back"))
     assert (tmp_path / "back" / "model.safetensors.index.json").exists()
 
-    (found,) = logit_differences(tmp_path / "megatron", tmp_path / "hf").values()
-    assert found["scale"] > 0.5  # else a small difference would mean little
-    assert found["max"] < TOLERANCE
+    differences = logit_differences(tmp_path / "megatron", tmp_path / "hf")
+    assert list(differences) == ["K = 1", "mode standard"]
+    for found in differences.values():
+        assert found["scale"] > 0.5  # else a small difference would mean little
+        assert found["max"] < TOLERANCE
 
     from transformers import AutoModelForCausalLM
 
@@ -96,7 +98,8 @@ def test_own_exports_are_inverted_exactly(
     assert configs[0] == configs[1]
 
     differences = logit_differences(tmp_path / "megatron", tmp_path / "hf")
-    assert list(differences) == ["K = 1", "K = 2", "K = 3"]
+    modes = [f"mode {mode}" for mode in ("standard", "soft", "fused")]
+    assert list(differences) == ["K = 1", "K = 2", "K = 3", *modes]
     for found in differences.values():
         assert found["max"] < TOLERANCE
 

@@ -15,7 +15,7 @@ from megalatent import platform
 
 platform.install()
 
-from megalatent.checkpoint import convert, engine, writer  # noqa: E402
+from megalatent.checkpoint import convert, exporting, writer  # noqa: E402
 from megalatent.cli import main  # noqa: E402
 from tests.checkpoint import models  # noqa: E402
 
@@ -175,11 +175,11 @@ def test_an_interrupted_export_goes_on(megatron: Path, monkeypatch: pytest.Monke
         return stop
 
     out = megatron.parent / "out"
-    monkeypatch.setattr(engine, "write_safetensors", until(2))
+    monkeypatch.setattr(exporting, "write_safetensors", until(2))
     with pytest.raises(KeyboardInterrupt):
         convert.to_hf(megatron, out, max_shard=20_000)
     assert not out.exists()
-    monkeypatch.setattr(engine, "write_safetensors", until(1000))
+    monkeypatch.setattr(exporting, "write_safetensors", until(1000))
     convert.to_hf(megatron, out, max_shard=20_000)
     assert len(written) == len(set(written)) > 3  # none was written twice
     whole = megatron.parent / "whole"
@@ -202,5 +202,5 @@ def test_a_wrong_write_is_noticed(
         path.write_bytes(data)
         return entry
 
-    monkeypatch.setattr(engine, "write_safetensors", spoil)
+    monkeypatch.setattr(exporting, "write_safetensors", spoil)
     assert "as written differs" in refused(capsys, "to-hf", megatron, megatron.parent / "out")

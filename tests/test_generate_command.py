@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from megalatent.hf.generate_command import add_generate_parser, run_generate_command
+from megalatent.generate_command import add_generate_parser, run_generate_command
 from tests.hf.reference import FBT, TINY, Reference, tiny_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,:;!?'-()=+"  # token 0 is padding
@@ -224,7 +224,7 @@ def test_the_parser_needs_neither_torch_nor_transformers() -> None:
     import sys
 
     code = (
-        "import argparse, sys; from megalatent.hf.generate_command import add_generate_parser;"
+        "import argparse, sys; from megalatent.generate_command import add_generate_parser;"
         "add_generate_parser(argparse.ArgumentParser().add_subparsers());"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

@@ -1,194 +1,33 @@
-"""Converting a model, tensor by tensor, and checking every bit of what was written.
+"""From Hugging Face to Megatron, tensor by tensor, checking every bit of what was written.
 
-The mapping says what corresponds to what; this file plans, moves and compares. Both directions
-first make the whole plan from shapes alone, so that a tensor that no rule takes, or a rule that
-finds no tensor, is an error before anything is written.
+As in `megalatent.checkpoint.exporting`, the whole plan is made from shapes before anything is
+written.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalatent.checkpoint.arguments import megatron_options, to_args
-from megalatent.checkpoint.mapping import VOCABULARY, Family, Unit, units
+from megalatent.checkpoint.exporting import Progress
+from megalatent.checkpoint.mapping import Family, Unit, units
 from megalatent.checkpoint.reader import CheckpointReader, SafetensorsReader
-from megalatent.checkpoint.writer import (
-    StackedTensor,
-    Staging,
-    hash_file,
-    write_checkpoint,
-    write_safetensors,
-)
+from megalatent.checkpoint.slices import BLOCK, same_bits, same_blocks
+from megalatent.checkpoint.writer import StackedTensor, Staging, hash_file, write_checkpoint
 from megalatent.errors import UserError
 
-__all__ = ["Progress", "export_weights", "import_weights", "same_bits"]
-
-# (what is being done, bytes done since the last call, bytes in all)
-Progress = Callable[[str, int, int], None]
+__all__ = ["import_weights"]
 
 
 def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal to the last bit, NaN included."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    )
-
-
-# -- Megatron to Hugging Face -----------------------------------------------------------------
-
-
-@dataclass
-class _Export:
-    """A unit and where its tensor is in the checkpoint."""
-
-    unit: Unit
-    key: str
-    index: list[int]
-    dtype: torch.dtype  # as written
-
-    def read(self, reader: CheckpointReader) -> Tensor:
-        rows = self.unit.dims["v"] if self.unit.rule.form is VOCABULARY else None
-        return reader.read(self.key, self.index, rows).to(self.dtype)
-
-    def entries(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        names, shapes = self.unit.names(), self.unit.shapes()
-        return [(name, self.dtype, shape) for name, shape in zip(names, shapes, strict=True)]
-
-    def nbytes(self) -> int:
-        return sum(_nbytes(shape, dtype) for _, dtype, shape in self.entries())
-
-
-def export_weights(
-    reader: CheckpointReader,
-    staging: Staging,
-    family: Family,
-    config: Any,
-    *,
-    dtype: torch.dtype | None,
-    max_shard: int,
-    progress: Progress,
-) -> None:
-    """Write and verify the safetensors shards of a checkpoint, with their index.
-
-    Args:
-        config: `MegalatentConfig` of the model.
-        dtype: of all tensors; None leaves each as it is.
-        max_shard: bytes a shard may hold, unless a single tensor is larger.
-
-    Raises:
-        UserError: the checkpoint does not have exactly the tensors of such a model, it cannot be
-            read, or the disk is too small.
-    """
-    plan = plan_export(reader, family, config, dtype)
-    total = sum(item.nbytes() for item in plan)
-    staging.require_space(total + (1 << 12) * len(plan))
-    shards = _shards(plan, max_shard)
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    for name, shard in zip(names, shards, strict=True):
-        if name in staging.done:
-            progress("write", sum(item.nbytes() for item in shard), total)
-            continue
-        entry = write_safetensors(
-            staging.folder / name,
-            [entry for item in shard for entry in item.entries()],
-            (part for item in shard for part in item.unit.split(item.read(reader))),
-            lambda n: progress("write", n, total),
-        )
-        staging.record(name, entry)
-    if len(shards) > 1:
-        weight_map = {
-            entry[0]: name
-            for name, shard in zip(names, shards, strict=True)
-            for item in shard
-            for entry in item.entries()
-        }
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (staging.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-    written = SafetensorsReader(staging.folder)
-    for item in plan:
-        back = item.unit.join([written.read(name) for name in item.unit.names()])
-        if not same_bits(back, item.read(reader)):
-            raise UserError(
-                f"{' + '.join(item.unit.names())} as written differs from {item.key} {item.index}:"
-                f" the disk or the memory is faulty, or the rule is ({item.unit.rule})"
-            )
-        progress("verify", item.nbytes(), total)
-
-
-def plan_export(
-    reader: CheckpointReader, family: Family, config: Any, dtype: torch.dtype | None
-) -> list[_Export]:
-    """Which tensor of the checkpoint each unit takes; every tensor is taken exactly once."""
-    plan, used = [], set()
-    for unit in units(family.rules, config):
-        key, index = _find(reader, unit, config)
-        used.add(key)
-        plan.append(_Export(unit, key, index, dtype or reader.tensors[key].properties.dtype))
-    if left := sorted(set(reader.tensors) - used):
-        shapes = [f"{key} {list(reader.tensors[key].size)}" for key in left[:4]]
-        more = f" and {len(left) - 4} more" if len(left) > 4 else ""
-        raise UserError(
-            f"{reader.folder} has tensors that no rule of the family {family.model_type!r} takes:"
-            f" {', '.join(shapes)}{more}: this model cannot be exported"
-        )
-    return plan
-
-
-def _find(reader: CheckpointReader, unit: Unit, config: Any) -> tuple[str, list[int]]:
-    for template in unit.rule.megatron:
-        key, index = reader.locate(template, unit.layer, unit.expert)
-        if key in reader.tensors:
-            break
-    else:
-        raise UserError(
-            f"{reader.folder} lacks {unit.rule.megatron[0]} of layer {unit.layer}, shape"
-            f" {list(unit.megatron_shape())}: the rule is {unit.rule}"
-        )
-    size = list(reader.tensors[key].size)
-    lead = [] if unit.expert is None else [config.num_experts]
-    if len(index) > len(lead):
-        lead = [config.num_hidden_layers, *lead]
-    wanted = [*lead, *unit.megatron_shape()]
-    fits = size == wanted
-    if unit.rule.form is VOCABULARY:
-        fits = size[1:] == wanted[1:] and size[0] >= wanted[0]
-    if not fits:
-        raise UserError(
-            f"{reader.folder}: {key} has shape {size}, and the configuration asks for {wanted}: the"
-            f" rule is {unit.rule}"
-        )
-    return key, index
-
-
-def _shards(plan: Sequence[_Export], max_shard: int) -> list[list[_Export]]:
-    shards: list[list[_Export]] = [[]]
-    size = 0
-    for item in plan:
-        if shards[-1] and size + item.nbytes() > max_shard:
-            shards.append([])
-            size = 0
-        shards[-1].append(item)
-        size += item.nbytes()
-    return shards
-
-
-# -- Hugging Face to Megatron -----------------------------------------------------------------
 
 
 @dataclass
@@ -209,8 +48,16 @@ class _Source:
             name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in fresh.items()
         }
 
-    def read(self, name: str) -> Tensor:
-        return self._fresh[name] if name in self._fresh else self._reader.read(name)
+    def fill(self, name: str, target: Tensor) -> None:
+        if name in self._fresh:
+            target.copy_(self._fresh[name].view(target.shape))
+        else:
+            self._reader.fill(name, target)
+
+    def elements(self, name: str, first: int, count: int) -> Tensor:
+        if name in self._fresh:
+            return self._fresh[name].view(-1)[first : first + count]
+        return self._reader.elements(name, first, count)
 
 
 def import_weights(
@@ -244,7 +91,10 @@ def import_weights(
     def maker(group: _Group) -> Callable[[tuple[int, ...]], Tensor]:
         def make(index: tuple[int, ...]) -> Tensor:
             unit = group.pieces[index]
-            return unit.join([source.read(name) for name in unit.names()])
+            tensor = torch.empty(unit.megatron_shape(), dtype=group.dtype)
+            for name, place in zip(unit.names(), unit.places(tensor), strict=True):
+                source.fill(name, place)
+            return tensor
 
         return make
 
@@ -267,14 +117,14 @@ def import_weights(
     written = CheckpointReader(folder)
     for key, group in groups.items():
         for index, unit in group.pieces.items():
-            parts = unit.split(written.read(key, list(index)))
-            for name, part in zip(unit.names(), parts, strict=True):
-                if not same_bits(part, source.read(name)):
+            tensor = written.read(key, list(index))
+            for name, place in zip(unit.names(), unit.places(tensor), strict=True):
+                if not same_blocks(place, partial(source.elements, name)):
                     raise UserError(
                         f"{key} {list(index)} as written differs from {name}: the disk or the"
                         f" memory is faulty, or the rule is ({unit.rule})"
                     )
-                progress("verify", part.numel() * part.element_size(), total)
+                progress("verify", place.nbytes, total)
     for file in folder.glob("*.distcp"):
         staging.done[file.name] = hash_file(file)
 
@@ -294,7 +144,7 @@ def plan_import(
     for unit in units(rules, config):
         dtype = _check_parts(source, reader, unit)
         used.update(unit.names())
-        template = _written_name(unit, config, transformer_engine)
+        template = _written_name(unit, config)
         index = () if unit.expert is None else (unit.expert,)
         lead = () if unit.expert is None else (config.num_experts,)
         if unit.layer is not None and not differ:
@@ -341,7 +191,7 @@ def _check_left(
     head, table = "lm_head.weight", "model.embed_tokens.weight"
     if head in left and config.tie_word_embeddings:
         # Some exporters write the tied table twice.
-        if not same_bits(source.read(head), source.read(table)):
+        if not _same_tensor(source, head, table):
             raise UserError(
                 f"{reader.folder}: {head} differs from {table}, and config.json says that they are"
                 " one (tie_word_embeddings): correct the one that is wrong"
@@ -356,10 +206,22 @@ def _check_left(
         )
 
 
-def _written_name(unit: Unit, config: Any, transformer_engine: bool) -> str:
-    """Transformer Engine keeps the norm before a router apart, other layers call it as dense."""
+def _same_tensor(source: _Source, a: str, b: str) -> bool:
+    if source.tensors[a] != source.tensors[b]:
+        return False
+    dtype, shape = source.tensors[a]
+    count, step = torch.Size(shape).numel(), BLOCK // dtype.itemsize
+    return all(
+        same_bits(source.elements(a, first, size), source.elements(b, first, size))
+        for first in range(0, count, step)
+        for size in (min(step, count - first),)
+    )
+
+
+def _written_name(unit: Unit, config: Any) -> str:
+    """The norm before a router stands apart, that of a dense block is a part of the block."""
     names = unit.rule.megatron
-    apart = transformer_engine and unit.layer is not None and config.is_moe_layer(unit.layer)
+    apart = unit.layer is not None and config.is_moe_layer(unit.layer)
     if apart and names[-1].endswith("pre_mlp_layernorm.weight"):
         return names[-1]
     return names[0]

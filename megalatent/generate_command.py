@@ -144,11 +144,11 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
         import transformers
         from huggingface_hub.errors import StrictDataclassError
         from safetensors import SafetensorError
+
+        # Importing this also makes the Auto classes know the model.
+        from megalatent.hf.quantized import is_quantized, load_quantized
     except ModuleNotFoundError as error:
         raise UserError(f"{error}: install megalatent[hf].") from error
-    from . import register
-
-    register()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if args.dtype != "auto" and not isinstance(getattr(torch, args.dtype, None), torch.dtype):
@@ -161,6 +161,10 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
                 f"{args.model} is a {config.model_type} model: import it first with `megalatent "
                 "convert from-hf`, and export the result."
             )
+        if is_quantized(folder):
+            print("quantised weights are expanded to run here", file=sys.stderr)
+            kind = None if args.dtype == "auto" else getattr(torch, args.dtype)
+            return load_quantized(folder, kind).to(device), _tokenizer(args.model)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             args.model, dtype=args.dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -176,11 +180,16 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
                 f"{args.model} is incomplete or of another model: {kind.replace('_', ' ')} "
                 f"{names} ({len(info[kind])} in all). Export it again."
             )
+    return model.eval(), _tokenizer(args.model)
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+        return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise UserError(f"the tokenizer of {args.model} cannot be loaded: {error}") from error
-    return model.eval(), tokenizer
+        raise UserError(f"the tokenizer of {model} cannot be loaded: {error}") from error
 
 
 def _generate(

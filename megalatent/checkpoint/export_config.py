@@ -1,0 +1,105 @@
+"""The configuration of an export: from Megatron's arguments, the tokenizer and the options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalatent.checkpoint.arguments import config_from_args
+from megalatent.checkpoint.reader import CheckpointReader
+from megalatent.errors import UserError
+
+__all__ = ["export_config", "named_tokenizer"]
+
+
+def named_tokenizer(args: Any) -> Path | None:
+    """The tokenizer that the run was given, if it is a folder that is still there."""
+    name = getattr(args, "tokenizer_model", None)
+    path = Path(name) if name else None
+    return path if path is not None and path.is_dir() else None
+
+
+def export_config(
+    args: Any,
+    reader: CheckpointReader,
+    tokenizer: Path | None,
+    vocab_size: int | None,
+    document_end: int | None,
+    dtype: torch.dtype | None,
+) -> Any:
+    from megalatent.hf.configuration_megalatent import MegalatentConfig
+
+    words = _TokenizerFacts.load(tokenizer)
+    table = reader.tensors.get("embedding.word_embeddings.weight")
+    if table is None:
+        raise UserError(f"{reader.folder} has no word embeddings: it is no language model")
+    vocab_size = vocab_size or _vocab_size(args, words)
+    if vocab_size is None:
+        raise UserError(
+            f"{reader.folder} does not say how many of its {table.size[0]} embedding rows are"
+            " tokens and how many padding: give --tokenizer DIR or --vocab-size N"
+        )
+    if not 0 < vocab_size <= table.size[0]:
+        raise UserError(
+            f"the vocabulary has {vocab_size} tokens and the checkpoint {table.size[0]} embedding"
+            " rows: give the tokenizer that it was trained with"
+        )
+    fields = config_from_args(args, vocab_size)
+    if fields.get("document_end_token_id") is None:
+        ends = document_end if document_end is not None else _document_end(args, words)
+        trained = getattr(args, "latent_config", None) is not None
+        if ends is None and trained and fields["fusion"] != "none":
+            raise UserError(
+                f"{reader.folder} does not say which token ends a document, and the model was"
+                " trained to read no state after it: give --tokenizer DIR or --document-end-token"
+                " ID"
+            )
+        fields["document_end_token_id"] = ends
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if fields.get(name) is None:
+            fields[name] = getattr(words, name)
+    fields["dtype"] = str(dtype or table.properties.dtype).removeprefix("torch.")
+    return MegalatentConfig(**fields)
+
+
+class _TokenizerFacts:
+    """What a tokenizer says of the vocabulary."""
+
+    def __init__(self) -> None:
+        self.size: int | None = None
+        self.bos_token_id: int | None = None
+        self.eos_token_id: int | None = None
+        self.pad_token_id: int | None = None
+
+    @classmethod
+    def load(cls, folder: Path | None) -> _TokenizerFacts:
+        facts = cls()
+        if folder is None:
+            return facts
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"--tokenizer {folder} cannot be loaded: {reason}") from None
+        facts.size = len(tokenizer)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(facts, name, getattr(tokenizer, name))
+        return facts
+
+
+def _vocab_size(args: Any, words: _TokenizerFacts) -> int | None:
+    # With a tokenizer of its own, Megatron takes the size from there and leaves the option alone.
+    by_option = getattr(args, "tokenizer_type", None) in (None, "NullTokenizer", "TikTokenizer")
+    given = getattr(args, "vocab_size", None)
+    return given if by_option and given else words.size
+
+
+def _document_end(args: Any, words: _TokenizerFacts) -> int | None:
+    if getattr(args, "tokenizer_type", None) == "NullTokenizer":
+        end = getattr(args, "null_tokenizer_eod_id", None)
+        return args.vocab_size - 1 if end is None else int(end)
+    return words.eos_token_id

@@ -6,18 +6,23 @@ converts can say.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megalatent.config_model import ModelConfig
 from megalatent.errors import UserError
 
-__all__ = ["MODEL_ATTRIBUTE", "config_from_args", "megatron_options", "to_args"]
+__all__ = ["MODEL_ATTRIBUTE", "config_from_args", "megatron_options", "model_config", "to_args"]
 
 # Where converted checkpoints keep what Megatron's arguments have no place for.
 MODEL_ATTRIBUTE = "latent_model"
+# What `latent.model:` says, by the same names on both sides.
+_MODEL = tuple(field.name for field in dataclasses.fields(ModelConfig))
 # Fields of MegalatentConfig that are kept there.
 _KEPT = (
+    *_MODEL,
     "bos_token_id",
     "document_end_token_id",
     "eos_token_id",
@@ -196,6 +201,7 @@ def _latent_from_args(args: Any) -> dict[str, Any]:
         return dict(getattr(args, MODEL_ATTRIBUTE, None) or {"fusion": "none"})
     fusion, passes = latent["fusion"], latent["passes"]
     return {
+        **latent.get("model", {}),  # absent in checkpoints older than the section
         "fusion": fusion["kind"],
         "input_norm": fusion["input_norm"],
         "jitter": fusion["jitter"],
@@ -241,6 +247,16 @@ def megatron_options(config: Any) -> dict[str, Any]:
         dense = set(config.mlp_only_layers)
         options["moe_layer_freq"] = [int(i not in dense) for i in range(config.num_hidden_layers)]
     return options
+
+
+def model_config(config: Any) -> ModelConfig:
+    """What stands under `latent.model:` in the configuration of a run that loads the model.
+
+    Args:
+        config: a `MegalatentConfig`.
+    """
+    settings = {name: getattr(config, name) for name in _MODEL}
+    return ModelConfig(**settings | {"residual_multiplier": float(config.residual_multiplier)})
 
 
 def to_args(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:

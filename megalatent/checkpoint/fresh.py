@@ -3,24 +3,31 @@
 A plain Megatron checkpoint has everything but the fusion. It loads, the fusion starts fresh, and
 the log names what is fresh. Any other missing or unexpected weight, or one of another shape, is an
 error before anything is loaded.
+
+Layers of Transformer Engine and local ones load each other's checkpoints. Weights have the same
+keys; scaling factors (`_extra_state`), which local layers do not have, may be absent.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megalatent.errors import UserError
 from megalatent.model.wrapper import FUSION_PREFIX
 
-__all__ = ["FreshFusion", "compare_weights", "model_shapes"]
+__all__ = ["FreshFusion", "compare_weights", "model_shapes", "use_saved_names"]
 
 _OPTIMIZER = re.compile(r"^(chained_\d+\.)?optimizer\.")
 _MODEL = re.compile(r"^model\d*$")
@@ -68,6 +75,44 @@ def compare_weights(wanted: Shapes, found: Shapes, checkpoint: str | Path) -> se
         else "check the model's options under megatron: against those it was trained with"
     )
     raise UserError(f"the checkpoint {checkpoint} {' and '.join(problems)}: {remedy}")
+
+
+def use_saved_names(state: Mapping[str, Any], saved: Container[str]) -> None:
+    """Ask for the norm before experts by the name it was saved with.
+
+    Megatron's local layers save it as if it were a part of a linear layer; ours and Transformer
+    Engine's do not.
+
+    Args:
+        state: sharded state dict of a model; keys are changed in place.
+        saved: keys of the checkpoint.
+    """
+    names = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    for entry in state.values():
+        for name, other in (names, names[::-1]):
+            key = getattr(entry, "key", "")
+            if name in key and key not in saved and key.replace(name, other) in saved:
+                entry.key = key.replace(name, other)
+
+
+def _take_absent_objects(models: Mapping[str, Any], checkpoint: str | Path) -> list[Any]:
+    """Take scaling factors that a checkpoint lacks out of what is asked of it.
+
+    Returns:
+        Those that were taken: pairs of a key of `models` and a key in there.
+    """
+    saved = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    absent = [
+        (model, name)
+        for model, state in models.items()
+        for name, entry in state.items()
+        if isinstance(entry, ShardedObject)
+        and name.endswith("_extra_state")
+        and entry.unique_key not in saved
+    ]
+    for model, name in absent:
+        del models[model][name]
+    return absent
 
 
 def _other_shapes(wanted: Shapes, found: Shapes) -> list[str]:
@@ -118,8 +163,11 @@ class FreshFusion:
         from megatron.training.checkpointing import get_checkpoint_name
 
         checkpoint = get_checkpoint_name(load_dir, iteration, release, return_base_dir=True)
-        wanted = _everywhere(dict(_weights(_models(sharded_state_dict))))
-        fresh = compare_weights(wanted, model_shapes(checkpoint), checkpoint)
+        models, found = _models(sharded_state_dict), model_shapes(checkpoint)
+        for model in models.values():
+            use_saved_names(model, found)
+        wanted = _everywhere(dict(_weights(models)))
+        fresh = compare_weights(wanted, found, checkpoint)
         if fresh and "optimizer" in sharded_state_dict:
             raise UserError(
                 f"the checkpoint {checkpoint} has no fusion weights, so its optimiser state does "
@@ -127,11 +175,18 @@ class FreshFusion:
                 "megatron.no_load_optim: true (same run, fresh optimiser)"
             )
         if fresh:
-            for model in _models(sharded_state_dict).values():
+            for model in models.values():
                 for key in [k for k in model if k.startswith(FUSION_PREFIX)]:
                     del model[key]
             self._say(f" fresh weights, not in the checkpoint: {', '.join(sorted(fresh))}")
-        return self._read(load_dir, args, rank0, sharded_state_dict, iteration, release, **kwargs)
+        absent = _take_absent_objects(models, checkpoint)
+        if absent and getattr(args, "fp8", None):
+            self._say(" fresh FP8 scaling factors: the checkpoint was saved without them")
+        result = self._read(load_dir, args, rank0, sharded_state_dict, iteration, release, **kwargs)
+        for model_name, name in absent:
+            # Loading into a module insists on the key; none means nothing to set.
+            result[0][model_name][name] = None
+        return result
 
 
 def _models(state_dict: Mapping[str, Any]) -> dict[str, Any]:

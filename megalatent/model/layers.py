@@ -38,8 +38,10 @@ from megalatent.model.residual import ResidualBranch
 __all__ = ["layer_spec", "mtp_spec", "substitute", "unscale_branches"]
 
 # The norm before a linear layer, under the name that it has as a part of that layer.
-_QKV_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-_FC1_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_QKV_NORM = {
+    f"input_layernorm.{part}": f"self_attention.linear_qkv.layer_norm_{part}"
+    for part in ("weight", "bias")
+}
 
 
 def layer_spec(
@@ -123,8 +125,7 @@ def _checkpoint_keys(parts: Any, config: Any) -> dict[str, str]:
     keys = dict(parts.sharded_state_dict_keys_map)
     if not _use_te(config) and getattr(parts.mlp, "func", None) is MoELayer:
         # Transformer Engine has no linear layer behind this norm to make it a part of.
-        for name in _FC1_NORM:
-            keys.pop(name, None)
+        keys.pop("pre_mlp_layernorm.", None)
     return keys
 
 

@@ -343,24 +343,6 @@ def test_every_norm_is_marked_under_sequence_parallelism() -> None:
     assert all(marks.values())
 
 
-def test_transformer_engine_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without TE installed only the hand-over can be seen: Megatron's spec, nothing replaced."""
-    import megalatent.model.layers as layers
-
-    block = object()
-    asked: dict[str, Any] = {}
-
-    def spec(config: Any, **kwargs: Any) -> Any:
-        asked.update(kwargs)
-        return block
-
-    monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", spec)
-    config = config_for(Layout(), transformer_impl="transformer_engine")
-    assert layer_spec(config, vp_stage=1) is block
-    assert asked["use_transformer_engine"] is True
-    assert asked["vp_stage"] == 1
-
-
 def test_substitute_leaves_the_original_alone() -> None:
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     before = spec.submodules.self_attention.submodules.q_layernorm

@@ -8,6 +8,7 @@ from megalatent.checkpoint.families.fields import BACKBONE, only
 from megalatent.checkpoint.mapping import (
     Family,
     attention_rules,
+    branch_rules,
     dense_rules,
     ends_rules,
     expert_rules,
@@ -44,10 +45,6 @@ _OWN = frozenset(
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    # The Hugging Face model can have these, Megatron's layers cannot.
-    only(config, "attention_gate", False)
-    only(config, "sandwich_norm", False)
-    only(config, "residual_multiplier", 1.0)
     only(config, "norm_topk_prob", True)
     fields = _OWN | BACKBONE - {"rope_scaling", "rope_theta", "torch_dtype"}
     drop = {"_name_or_path", "architectures", "auto_map", "model_type", "transformers_version"}
@@ -60,6 +57,7 @@ FAMILY = Family(
     rules=ends_rules()
     + fusion_rules()
     + attention_rules()
+    + branch_rules()
     + dense_rules()
     + expert_rules("mlp", "gate_proj", "up_proj", "down_proj"),
     carried=BACKBONE | _OWN,

@@ -1,0 +1,113 @@
+"""Gates, norms after branches, multiplier and windows: to Hugging Face, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megalatent import platform
+
+platform.install()
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from megalatent.checkpoint.convert import from_hf, to_hf  # noqa: E402
+from megalatent.checkpoint.reader import CheckpointReader  # noqa: E402
+from megalatent.config import Config, ModelConfig  # noqa: E402
+from tests.checkpoint import models, test_families, test_layouts  # noqa: E402
+from tests.distributed.harness import Layout, init, run_ranks  # noqa: E402
+from tests.distributed.latent import VOCAB, Rig, Setup  # noqa: E402
+from tests.distributed.layout import initialise  # noqa: E402
+
+MODEL = ModelConfig(attention_gate=True, sandwich_norm=True, residual_multiplier=4**-0.5)
+OPTIONS: dict[str, Any] = dataclasses.asdict(MODEL)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_gate": True},
+        {"sandwich_norm": True, "residual_multiplier": 2**-0.5},
+        {
+            **OPTIONS,
+            "qk_norm": True,
+            "tie_word_embeddings": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ],
+    ids=["gate", "norms", "all"],
+)
+def test_own_exports_are_inverted_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Weights and configuration bit by bit, and the same logits in every pass and mode."""
+    test_families.test_own_exports_are_inverted_exactly(tmp_path, "gated", options)
+    run = yaml.safe_load((tmp_path / "megatron" / "model.yaml").read_text())
+    assert run["latent"]["model"].items() >= options.items() & run["latent"]["model"].items()
+    options = {name: value for name, value in options.items() if name in OPTIONS}
+    assert run["latent"]["model"] == dataclasses.asdict(ModelConfig(**options))
+    # The options are a configuration's own: they read without a mistake.
+    assert Config.from_mapping(run).latent.model == ModelConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, sp=True), pytest.param(Layout(pp=2), marks=pytest.mark.full)], ids=str
+)
+def test_an_export_has_the_losses_of_the_checkpoint(tmp_path: Path, layout: Layout) -> None:
+    """Trained in Megatron's layers -> Hugging Face -> Megatron's layers."""
+    given: Setup = dataclasses.replace(
+        test_layouts.setup("gated"), model=MODEL, window=((5, 0), 3), layers=4
+    )
+    args = test_layouts.arguments(given)
+    args.window_size, args.window_attn_skip_freq = given.window
+    args.latent_config["model"] = OPTIONS
+    folder = tmp_path / "iter_0000005"
+    folder.mkdir()
+
+    def save(rank: int) -> dict[int, float]:
+        init(layout)
+        rig = Rig(given, layout)
+        for model in rig.models:
+            initialise(model, vocab_size=VOCAB, std=0.1)
+        losses = test_layouts.evaluated(rig)
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        state = {"args": args, "checkpoint_version": 3.0, "iteration": 5}
+        state |= {"model": rig.models[0].sharded_state_dict(metadata={"dp_cp_group": replicas})}
+        dist_checkpointing.save(state, str(folder))
+        return losses
+
+    losses = run_ranks(layout.world_size, save)[0]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    to_hf(tmp_path, tmp_path / "hf")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config
+    assert {name: getattr(exported, name) for name in OPTIONS} == OPTIONS
+    sliding = "sliding_attention"
+    assert exported.layer_types == [sliding, sliding, "full_attention", sliding]
+    assert exported.sliding_window == 6
+    found = test_layouts.hf_losses(tmp_path / "hf", given)
+    assert found.keys() == losses.keys() == {1, 2, 3}
+    for k, loss in losses.items():
+        assert found[k] == pytest.approx(loss, abs=1e-5)
+
+    from_hf(tmp_path / "hf", tmp_path / "back")
+    before, after = CheckpointReader(folder), CheckpointReader(tmp_path / "back")
+    assert before.tensors.keys() == after.tensors.keys()
+    for key in after.tensors:
+        rows = VOCAB if key == "embedding.word_embeddings.weight" else None
+        assert torch.equal(before.read(key, [], rows), after.read(key, [])), key
+
+
+def test_missing_parts_are_named(tmp_path: Path) -> None:
+    """An export that says it has gates, and has none."""
+    from megalatent.errors import UserError
+
+    models.save_own(tmp_path / "hf", fusion="gated")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(path.read_text().replace('"attention_gate": false', '"attention_gate": true'))
+    with pytest.raises(UserError, match="gate_proj"):
+        from_hf(tmp_path / "hf", tmp_path / "megatron")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalatent.config_costs import check_costs
 from megalatent.config_files import check_files
+from megalatent.config_fp8 import check_fp8
 from megalatent.config_megatron import options, parse
 from megalatent.config_model import check_model
 from megalatent.config_optimizer import check_optimizer
@@ -31,7 +32,7 @@ from megalatent.errors import UserError
 if TYPE_CHECKING:
     from megalatent.config import Config
 
-__all__ = ["check"]
+__all__ = ["check", "validated"]
 
 _REQUIRED = {
     "num_layers": "the number of transformer layers",
@@ -56,6 +57,7 @@ def check(config: Config, world_size: int) -> None:
     _check_packages(args)
     check_optimizer(config, args)
     check_parallel(args, world_size)
+    check_fp8(config, args)
     _check_batches(args)
     _check_phases(config, args)
     _check_recomputation(config, args)
@@ -71,6 +73,16 @@ def _check_required(args: argparse.Namespace) -> None:
             raise UserError(f"megatron.{name}: missing: give {meaning}")
     if args.train_iters is None and args.train_samples is None:
         raise UserError("megatron.train_iters: missing: give the number of training steps")
+    if args.wandb_project and not args.wandb_exp_name:
+        raise UserError(
+            f"megatron.wandb_exp_name: missing with wandb_project: {args.wandb_project!r}: give the"
+            " run a name"
+        )
+    if args.wandb_project and not (args.save or args.wandb_save_dir):
+        raise UserError(
+            f"megatron.wandb_save_dir: missing with wandb_project: {args.wandb_project!r}: give a"
+            " folder, or save"
+        )
     if args.train_iters is not None and args.train_samples is not None:
         raise UserError(
             f"megatron.train_samples: {args.train_samples} is given besides train_iters:"
@@ -228,7 +240,12 @@ def _check_phases(config: Config, args: argparse.Namespace) -> None:
             )
 
 
-def _check_by_megatron(args: argparse.Namespace, world_size: int) -> None:
+def validated(config: Config, world_size: int) -> tuple[argparse.Namespace, Any]:
+    """Megatron's arguments and `TransformerConfig` of a run that has been checked."""
+    return _check_by_megatron(parse(config.megatron_argv()), world_size)
+
+
+def _check_by_megatron(args: argparse.Namespace, world_size: int) -> tuple[argparse.Namespace, Any]:
     """Megatron's own validation of its arguments and of the model's configuration."""
     from megatron.training import arguments
 
@@ -238,7 +255,7 @@ def _check_by_megatron(args: argparse.Namespace, world_size: int) -> None:
     try:
         with _without_device(arguments), _quiet():
             arguments.validate_args(args)
-            arguments.core_transformer_config_from_args(args)
+            return args, arguments.core_transformer_config_from_args(args)
     except (AssertionError, ValueError, RuntimeError, TypeError, ImportError, SystemExit) as error:
         raise UserError(f"megatron: {_explain(error)}: correct the option") from None
 

@@ -72,7 +72,8 @@ def add_train_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="show the resolved config and Megatron's command line, and stop",
+        help="show the resolved config, an estimate of memory for each number of passes, and"
+        " Megatron's command line, and stop",
     )
 
 
@@ -163,7 +164,7 @@ def default_nproc(config: Config) -> int:
 
 
 def describe_run(config: Config, world_size: int) -> str:
-    """The resolved config as YAML, what was filled in, and Megatron's command line."""
+    """The resolved config as YAML, what was filled in, memory, and Megatron's command line."""
     import yaml
 
     text = yaml.safe_dump(config.resolved(), sort_keys=False, allow_unicode=True)
@@ -174,6 +175,9 @@ def describe_run(config: Config, world_size: int) -> str:
             f"#   megatron.{name}: {config.megatron[name]} ({reason})"
             for name, reason in config.filled_in.items()
         ]
+    from megalatent.training.estimate import describe
+
+    lines += ["", *(f"# {line}" for line in describe(config, world_size))]
     lines += ["", "# Megatron's command line:", shlex.join(config.megatron_argv())]
     return "\n".join(lines) + "\n"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -10,8 +12,9 @@ from megalatent.profiling.report import CaseReport, Report, StageReport
 
 __all__ = ["Finding", "diagnose"]
 
-# A stage or pass is slow from here on, over the others.
+# A stage or pass is slow from here on, over the others, and beyond this many standard errors.
 _SLOW = 0.10
+_ERRORS = 3.0
 # A link is slow that takes this share of a forward, and this many times what the others take.
 _LINK_SHARE, _LINK_TIMES = 0.10, 2.0
 # One stage has most of a pass's overhead from here on.
@@ -50,15 +53,27 @@ def _visits(stage: StageReport, case: CaseReport) -> tuple[float, float]:
     return visits, sum(counts[o.k] * o.head_seconds for o in stage.passes)
 
 
+def _limit(stages: Sequence[StageReport], k: int | None = None) -> float:
+    """From which excess on something is slow, in view of how much the visits vary.
+
+    Of values about the median the quartiles are 0.67 deviations away, and the standard error of the
+    median of n is 1.25 deviations over sqrt(n).
+    """
+    passes = [own for stage in stages for own in stage.passes if k is None or own.k == k]
+    error = fmean(own.noise / 0.67 * 1.25 / math.sqrt(own.measured) for own in passes)
+    return 1 + max(_SLOW, _ERRORS * error)
+
+
 def _stages(case: CaseReport) -> list[Finding]:
     if len(case.stages) == 1:
         return []
+    limit = _limit(case.stages)
     work = [sum(_visits(stage, case)) for stage in case.stages]
     found = []
     for stage in case.stages:
         rest = [work[other.stage] for other in case.stages if other is not stage]
         factor = work[stage.stage] / fmean(rest)
-        if factor < 1 + _SLOW or work[stage.stage] < max(work) / (1 + _SLOW / 2):
+        if factor < limit or work[stage.stage] < max(work) / (1 + _SLOW / 2):
             continue
         text = (
             f"stage {stage.stage} is slow: {factor - 1:.0%} more work than the others"
@@ -127,7 +142,7 @@ def _passes(case: CaseReport) -> list[Finding]:
         now = [p.forward_seconds + p.backward_seconds for p in own]
         base = [n / (1 + p.overhead_over_pass_1) for n, p in zip(now, own, strict=True)]
         factor = sum(now) / sum(base)
-        if factor < 1 + _SLOW:
+        if factor < _limit(case.stages, first.k):
             continue
         extra = [a - b for a, b in zip(now, base, strict=True)]
         text = f"pass {first.k} is slow: it takes {factor - 1:.0%} longer than pass 1"

@@ -40,6 +40,7 @@ class StagePass:
         overhead_over_pass_1: forward and backward over those of pass 1, less 1.
         activation_bytes: that the forward keeps; None where it was not counted.
         activation_overhead_over_pass_1: the same over that of pass 1, less 1.
+        measured: forwards that the typical one is taken from.
         noise: half the distance between the quartiles of the forward and backward, relative.
     """
 
@@ -52,6 +53,7 @@ class StagePass:
     overhead_over_pass_1: float
     activation_bytes: int | None
     activation_overhead_over_pass_1: float | None
+    measured: int
     noise: float
 
 
@@ -307,6 +309,7 @@ def _stages(
                     overhead_over_pass_1=(total("F", k) + total("B", k)) / first - 1,
                     activation_bytes=size,
                     activation_overhead_over_pass_1=size / size_1 - 1 if size and size_1 else None,
+                    measured=len(samples[stage, 0, "F", k]),
                     noise=fmean(spreads),
                 )
             )

@@ -44,6 +44,7 @@ class FusionConfig:
         warmup_iters: steps over which the learning rate of fresh fusion weights rises after their
             first update.
         kernel: which implementation of the pointwise part runs.
+        fp8: with `megatron.fp8_format`, whether the fusion's matrices compute in FP8 too.
     """
 
     kind: str = "gated"
@@ -53,6 +54,7 @@ class FusionConfig:
     init_std: float = 0.02
     warmup_iters: int = 0
     kernel: Literal["auto", "cuda", "triton", "torch"] = "auto"
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         where = "latent.fusion"

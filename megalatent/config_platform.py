@@ -25,6 +25,8 @@ def fill_in(megatron: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     }
     if megatron.get("seq_length") is not None:
         wanted["max_position_embeddings"] = (megatron["seq_length"], "as long as the sequences")
+    if value_of(megatron, "optimizer") == "adaptive_muon":
+        wanted["muon_tp_mode"] = ("duplicated", "tensor parallelism then changes no update")
     if on_cpu():
         wanted |= _for_cpu(megatron)
     return {name: found for name, found in wanted.items() if name not in megatron}
@@ -43,4 +45,6 @@ def _for_cpu(megatron: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         wanted["no_rope_fusion"] = (True, no_cuda)
     if megatron.get("bf16") or megatron.get("fp16"):
         wanted["no_masked_softmax_fusion"] = (True, no_cuda)
+    if value_of(megatron, "optimizer") == "adaptive_muon":
+        wanted["muon_fp32_matmul_prec"] = ("high", "bf16 products are slow without a CUDA device")
     return wanted

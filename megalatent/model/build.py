@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from megalatent.config import LatentConfig
+from megalatent.model.fp8 import fp8_matrices
 from megalatent.model.fusion import FUSIONS, Fusion, FusionSettings
 from megalatent.model.wrapper import LatentModel
 
@@ -31,6 +34,7 @@ def latent_model(backbone: Any, latent: LatentConfig, vocab_size: int) -> Latent
                 seed=latent.seed,
                 dtype=config.params_dtype,
                 sequence_parallel=config.sequence_parallel,
+                matrix=fp8_matrices(config) if latent.fusion.fp8 else nn.Linear,
             )
         )
     return LatentModel(backbone, fusion, vocab_size)

@@ -13,6 +13,7 @@ repeats another's matrix product. The plain (unfused) rows of a slice are the to
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -35,6 +36,7 @@ class FusionSettings:
             the backbone initialises.
         dtype: parameter dtype.
         sequence_parallel: marks the weights for Megatron's gradient sum over TP.
+        matrix: makes a matrix; called as ``nn.Linear``.
     """
 
     hidden_size: int
@@ -44,6 +46,7 @@ class FusionSettings:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
+    matrix: Callable[..., nn.Module] = nn.Linear
 
 
 class _Scale(nn.Module):
@@ -159,9 +162,10 @@ class Fusion(nn.Module):
             with torch.no_grad():
                 norm.weight.fill_(rms)
 
-    def _matrix(self, inputs: int | None = None, cls: type[nn.Linear] = nn.Linear) -> nn.Linear:
-        size = self.settings.hidden_size
-        return cls(inputs or size, size, bias=False, dtype=self.settings.dtype)
+    def _matrix(self) -> nn.Module:
+        settings = self.settings
+        size = settings.hidden_size
+        return settings.matrix(size, size, bias=False, dtype=settings.dtype)
 
     def _norm(self) -> nn.RMSNorm:
         settings = self.settings
@@ -268,7 +272,8 @@ class ConcatFusion(_NormedFusion):
 
     def __init__(self, settings: FusionSettings) -> None:
         super().__init__(settings)
-        self.concat_proj = self._matrix(2 * settings.hidden_size, _Halves)
+        size = settings.hidden_size
+        self.concat_proj = _Halves(2 * size, size, bias=False, dtype=settings.dtype)
         self.state_norm = self._norm()
         self.gate_norm = self._norm()
         self.finish_init()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megalatent.model.batch import MicroBatch
 from megalatent.model.fusion import Fusion
+from megalatent.model.z_loss import LossesWithLogZ, cross_entropy_and_log_z
 
 __all__ = ["FUSION_PREFIX", "LatentModel"]
 
@@ -163,8 +164,15 @@ class LatentModel(MegatronModule):
                 packed_seq_params=batch.packed_seq_params,
             )
 
-    def _head(self, batch: MicroBatch, state: Tensor) -> Tensor:
-        """Per-token losses ``[b, s/cp]`` (fp32) from states, with MTP if the model has it."""
+    def _head(
+        self, batch: MicroBatch, state: Tensor, with_log_z: bool = False
+    ) -> Tensor | LossesWithLogZ:
+        """Per-token losses ``[b, s/cp]`` (fp32) from states, with MTP if the model has it.
+
+        Args:
+            with_log_z: return a pair: the losses, and the logarithm of each softmax's normaliser
+                over the true vocabulary, of the LM head alone.
+        """
         backbone = self.backbone
         rotary: dict[str, Any] = dict.fromkeys(
             ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
@@ -186,9 +194,31 @@ class LatentModel(MegatronModule):
             loss_mask=batch.loss_mask,
             attention_mask=batch.attention_mask,
             packed_seq_params=batch.packed_seq_params,
+            output_processor=self._losses_and_log_z if with_log_z else None,
             **rotary,
         )
-        return losses.float()
+        return losses if with_log_z else losses.float()
+
+    def _losses_and_log_z(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        labels: Tensor,
+        runtime_gather_output: bool | None,
+        scale_logits: Any,
+        **_: Any,
+    ) -> LossesWithLogZ:
+        """Megatron's output processor: runs in place of its LM head, after MTP's."""
+        logits, _bias = output_layer(
+            hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output
+        )
+        logits = scale_logits(logits)
+        _mask_padding(self.backbone, self.vocab_size, logits)
+        pair = cross_entropy_and_log_z(logits, labels.transpose(0, 1), self.pg_collection.tp)
+        losses, log_z = (x.transpose(0, 1).contiguous() for x in pair)
+        return losses, log_z
 
     # -- sequence slices --------------------------------------------------------------------
 
@@ -314,14 +344,18 @@ def _mask_padded_vocabulary(backbone: Any, vocab_size: int) -> None:
 
     A tied table padded with zero rows would otherwise add logits of 0 to every softmax.
     """
-    rows = backbone.output_layer.output_size_per_partition
-    start = backbone.pg_collection.tp.rank() * rows
-    keep = min(max(vocab_size - start, 0), rows)
     plain_loss = backbone.compute_language_model_loss
 
     def masked_loss(labels: Tensor, logits: Tensor) -> Tensor:
-        if keep < rows:
-            logits[..., keep:] = torch.finfo(logits.dtype).min
+        _mask_padding(backbone, vocab_size, logits)
         return plain_loss(labels, logits)
 
     backbone.compute_language_model_loss = masked_loss
+
+
+def _mask_padding(backbone: Any, vocab_size: int, logits: Tensor) -> None:
+    rows = backbone.output_layer.output_size_per_partition
+    start = backbone.pg_collection.tp.rank() * rows
+    keep = min(max(vocab_size - start, 0), rows)
+    if keep < rows:
+        logits[..., keep:] = torch.finfo(logits.dtype).min

@@ -11,6 +11,7 @@ import torch
 from megatron.training import global_vars
 
 from megalatent.platform.device import cuda_type_names
+from megalatent.platform.layerwise import gather_by_broadcast
 from megalatent.platform.patching import Patch
 from megalatent.platform.rng import DEVICE_RNG
 
@@ -203,6 +204,13 @@ MEGATRON_PATCHES = (
         _TYPE_CHECK,
         _with_cuda_type_names,
         ("parameters", "max_norm", "total_norm", "use_decoupled_grad"),
+    ),
+    Patch(
+        "megatron.core.optimizer.layer_wise_optimizer",
+        "LayerWiseDistributedOptimizer.allgather_params",
+        "gathers parts of different sizes, which gloo refuses",
+        gather_by_broadcast,
+        ("self",),
     ),
     *(
         Patch(module, "initialize_megatron", _NEEDS_GPU, _initialize_without_cuda, _INITIALIZE)

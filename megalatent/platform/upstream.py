@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megalatent.platform.layerwise import wrap_fp32_too
 from megalatent.platform.patching import Patch
 
 __all__ = ["TORCH_OPTIMIZER_FIXES", "UPSTREAM_FIXES", "unpadded_param_ranges"]
@@ -114,6 +115,20 @@ UPSTREAM_FIXES = (
         "with several buckets it saves and loads shifted slices of masters and moments",
         _without_bucket_padding,
         ("self", "model_sharded_state_dict", "is_loading", "metadata"),
+    ),
+    Patch(
+        "megatron.core.optimizer.layer_wise_optimizer",
+        "LayerWiseDistributedOptimizer.__init__",
+        "in fp32 it chains plain torch optimisers, which cannot do what it asks of them",
+        wrap_fp32_too,
+        (
+            "self",
+            "optimizers",
+            "config",
+            "pg_collection",
+            "init_state_fn_list",
+            "model_chunks",
+        ),
     ),
 )
 

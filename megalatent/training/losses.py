@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalatent.model.batch import MicroBatch
+from megalatent.model.z_loss import LossesWithLogZ
 from megalatent.passes.sampling import pass_weight
 
 __all__ = ["PassLoss", "PassSums"]
@@ -42,6 +43,7 @@ class PassLoss:
         weighting, lambda_: how passes are weighed.
         cp_group: ranks that share each micro-batch's tokens.
         measure_change: whether states of consecutive passes are compared.
+        z_loss: coefficient of the z-loss; with 0 the head need not give ``log Z``.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class PassLoss:
         lambda_: float,
         cp_group: dist.ProcessGroup | None,
         measure_change: bool = False,
+        z_loss: float = 0.0,
     ) -> None:
         self.config = config
         self.micro_batches = micro_batches
@@ -60,6 +63,7 @@ class PassLoss:
         self.lambda_ = lambda_
         self.cp_group = cp_group if cp_group is not None and cp_group.size() > 1 else None
         self.measure_change = measure_change
+        self.z_loss = z_loss
         self.sums = PassSums()
         self.reports: dict[int, dict[int, Tensor]] = {}
         self.tokens: Tensor | None = None
@@ -72,15 +76,29 @@ class PassLoss:
         return pass_weight(k, passes, weighting=self.weighting, lambda_=self.lambda_)
 
     def objective(
-        self, micro_batch: int, k: int, passes: int, losses: Tensor, batch: MicroBatch, visit: Any
+        self,
+        micro_batch: int,
+        k: int,
+        passes: int,
+        losses: Tensor | LossesWithLogZ,
+        batch: MicroBatch,
+        visit: Any,
     ) -> Tensor:
         """Scalar to differentiate for pass ``k``, weighed and scaled.
 
+        The z-loss ``coefficient * (log Z)^2`` is averaged over the same tokens and weighs the same
+        as the loss of its pass; reports are without it.
+
         Args:
-            losses: per-token losses ``[b, s/cp]``, fp32.
+            losses: per-token losses ``[b, s/cp]``, fp32; with a z-loss also ``log Z``, alike.
             visit: the chunk visit whose ``output`` is the state.
         """
+        losses, log_z = losses if isinstance(losses, tuple) else (losses, None)
         loss, tokens = self._report(micro_batch, k, losses, batch, visit.output)
+        if log_z is not None:
+            assert batch.loss_mask is not None
+            mask = batch.loss_mask.view(-1).float()
+            loss = loss + self.z_loss * torch.sum(log_z.view(-1).square() * mask)
         if not self.config.calculate_per_token_loss:
             # The order of these operations is Megatron's, so that K = 1 rounds alike.
             loss = loss / self._denominator(micro_batch, tokens)

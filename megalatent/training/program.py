@@ -128,8 +128,7 @@ class MegatronProgram:
             # Quantised weight caches are filled by the first visit of a step only: pass 2 of the
             # first micro-batch is not a first micro-batch.
             self._fresh_chunks.discard(chunk)
-            if hasattr(model.backbone, "set_is_first_microbatch"):
-                model.backbone.set_is_first_microbatch()
+            model.set_is_first_microbatch()
         if stage_input is not None and self.training:
             stage_input = stage_input.detach().requires_grad_()
         with self._timed("forward-compute"), self._autocast(), self._kept(action):
@@ -162,14 +161,14 @@ class MegatronProgram:
         self.loss.set_auxiliary_scales(k, K)
         if self._one_graph(model, K):
             with self._timed("forward-compute"), self._autocast():
-                losses = model("head", batch, visit.output)
+                losses = model("head", batch, visit.output, self.loss.z_loss > 0)
             visit.root = self.loss.objective(micro_batch, k, K, losses, batch, visit)
             visit.output = None
             return
         assert visit.output is not None
         state = visit.output.detach().requires_grad_()
         with self._timed("forward-compute"), self._autocast():
-            losses = model("head", batch, state)
+            losses = model("head", batch, state, self.loss.z_loss > 0)
         objective = self.loss.objective(micro_batch, k, K, losses, batch, visit)
         with self._timed("backward-compute"):
             torch.autograd.backward(objective)

@@ -101,6 +101,7 @@ class LatentSchedule:
         self.costs = costs or Costs()
         self.recorder: PartRecorder | None = None
         self.last_passes: tuple[int, ...] = ()
+        self.z_loss = 0.0  # coefficient in the next training step
         self.last_plan: Plan | None = None
         self.train_sums: list[PassSums] = []
         self.eval_sums: list[PassSums] = []
@@ -162,6 +163,7 @@ class LatentSchedule:
             lambda_=self.latent.passes.lambda_,
             cp_group=_group(parallel_state.get_context_parallel_group),
             measure_change=forward_only,
+            z_loss=0.0 if forward_only else self.z_loss,
         )
         sync = GradientSync(chunks, models, config)
 

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 __all__ = [
+    "OPTIMIZER_TENSORS",
     "Shard",
     "full_gradients",
     "full_optimizer_tensors",
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 EMBEDDING = "embedding.word_embeddings.weight"
+# Masters, and the states of Adam and of NorMuon.
+OPTIMIZER_TENSORS = ("param", "exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")
 VOCABULARY = (EMBEDDING, "output_layer.weight")
 
 
@@ -184,7 +187,8 @@ def full_optimizer_tensors(
 ) -> dict[str, torch.Tensor]:
     """The optimiser's `key` ("param": masters, "exp_avg", …) in full, by global name. Collective.
 
-    Works for Megatron's distributed, 16-bit and fp32 optimisers, chained or not.
+    Works for Megatron's distributed, layer-wise, 16-bit and fp32 optimisers, chained or not. Holds
+    the parameters whose optimiser has such a tensor.
     """
     local: dict[torch.nn.Parameter, torch.Tensor] = {}
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -193,7 +197,7 @@ def full_optimizer_tensors(
                 tensor = _optimizer_tensor(part, param, key)
                 if tensor is not None:
                     local[param] = tensor
-    return _assemble(chunks, local.__getitem__, vocab_size)
+    return _assemble(chunks, local.get, vocab_size)
 
 
 def _optimizer_tensor(part: Any, param: torch.nn.Parameter, key: str) -> torch.Tensor | None:
@@ -204,7 +208,8 @@ def _optimizer_tensor(part: Any, param: torch.nn.Parameter, key: str) -> torch.T
         state = part.optimizer.state.get(main)
         if state is None:
             return None
-        return (main if key == "param" else state[key]).detach()
+        tensor = main if key == "param" else state.get(key)
+        return None if tensor is None else tensor.detach()
     if not any(param in buffer.param_index_map for buffer in part.buffers):
         return None
     full = torch.zeros(param.numel())
@@ -212,7 +217,9 @@ def _optimizer_tensor(part: Any, param: torch.nn.Parameter, key: str) -> torch.T
     if param in part.model_param_gbuf_map:
         group, index = part.model_param_group_index_map[param]
         main = part.optimizer.param_groups[group]["params"][index]
-        tensor = main if key == "param" else part.optimizer.state[main][key]
+        tensor = main if key == "param" else part.optimizer.state[main].get(key)
+        if tensor is None:
+            return None
         own = part._get_model_param_range_map(param)["param"]
         full[own.start : own.end] = tensor.detach().float()
     dist.all_reduce(full, group=part.data_parallel_group)
@@ -240,14 +247,16 @@ def _reduced_gradients(chunk: torch.nn.Module) -> dict[torch.nn.Parameter, torch
 
 def _assemble(
     chunks: Sequence[torch.nn.Module],
-    value: Callable[[torch.nn.Parameter], torch.Tensor],
+    value: Callable[[torch.nn.Parameter], torch.Tensor | None],
     vocab_size: int | None,
 ) -> dict[str, torch.Tensor]:
     mine = []
     for chunk in chunks:
         model = unwrap(chunk)
         for name, param in named_parameters(model):
-            mine.append((name, Shard.of(name, param, model), value(param).float().clone()))
+            tensor = value(param)
+            if tensor is not None:
+                mine.append((name, Shard.of(name, param, model), tensor.float().clone()))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     found: dict[str, dict[int, torch.Tensor]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.layout import full_optimizer_tensors, full_parameters
+from tests.distributed.layout import OPTIMIZER_TENSORS, full_optimizer_tensors, full_parameters
 from tests.training.runs import Outcome, configuration, train
 
 State = dict[str, torch.Tensor]
@@ -32,6 +32,9 @@ SHARDED = {
 }
 
 
+NORMUON = {"optimizer": "adaptive_muon", "muon_scale_mode": "shape_scaling"}
+
+
 def _latent(**fusion: Any) -> dict[str, Any]:
     return {"fusion": fusion, "passes": {"schedule": SCHEDULE, "timeout_seconds": 60}}
 
@@ -42,7 +45,7 @@ def _optimizer_state(chunks: list[Any], optimizer: Any, step: int) -> State:
         return {f"param {name}": tensor for name, tensor in full_parameters(chunks).items()}
     return {
         f"{key} {name}": tensor
-        for key in ("param", "exp_avg", "exp_avg_sq")
+        for key in OPTIMIZER_TENSORS
         for name, tensor in full_optimizer_tensors(chunks, optimizer, key).items()
     }
 
@@ -78,6 +81,17 @@ def _of_fusion(names: set[str]) -> set[str]:
             id="pp2-sharded",
             marks=pytest.mark.full,
         ),
+        pytest.param(
+            2, {**NORMUON, "use_distributed_optimizer": True}, "gated", id="normuon-layer-wise"
+        ),
+        pytest.param(
+            2,
+            {**NORMUON, "bf16": True, "tensor_model_parallel_size": 2},
+            "gated",
+            id="normuon-bf16-tp2",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(1, NORMUON, "additive", id="normuon", marks=pytest.mark.full),
     ],
 )
 def test_plain_steps_leave_the_fusion_alone(

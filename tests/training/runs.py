@@ -41,7 +41,11 @@ from megatron.training import training  # noqa: E402
 from megalatent.config import Config  # noqa: E402
 from megalatent.training import pretrain  # noqa: E402
 from tests.distributed.harness import run_ranks  # noqa: E402
-from tests.distributed.layout import full_optimizer_tensors, full_parameters  # noqa: E402
+from tests.distributed.layout import (  # noqa: E402
+    OPTIMIZER_TENSORS,
+    full_optimizer_tensors,
+    full_parameters,
+)
 
 __all__ = [
     "MIXED",
@@ -108,7 +112,7 @@ class Outcome:
     Attributes:
         log: step -> what Megatron's own log is given: `loss` (last stage only) and `grad_norm`.
         weights: all weights in full, by global name.
-        optimizer: `param` (masters), `exp_avg`, `exp_avg_sq` -> the same in full.
+        optimizer: `param` (masters), `exp_avg`, … -> the same in full.
         steps: every count of steps found in the optimiser's states.
         printed: what the rank printed.
         exit_code: of `sys.exit`, or None if the run came to its end.
@@ -217,10 +221,10 @@ def _rank(rank: int, job: _Job) -> Outcome:
     outcome.weights = full_parameters(chunks)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for state in part.optimizer.state.values():
-            outcome.steps.add(float(state["step"]))
+            if "step" in state:
+                outcome.steps.add(float(state["step"]))
     outcome.optimizer = {
-        key: full_optimizer_tensors(chunks, optimizer, key)
-        for key in ("param", "exp_avg", "exp_avg_sq")
+        key: full_optimizer_tensors(chunks, optimizer, key) for key in OPTIMIZER_TENSORS
     }
     return outcome
 

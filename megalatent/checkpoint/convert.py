@@ -124,7 +124,7 @@ def from_hf(
 
     Args:
         fusion: a plain model gets a fresh fusion of this kind; None leaves a model as it is.
-        transformer_engine: the layers that will load it; it matters for experts only.
+        transformer_engine: the layers that are to load it; others can too.
         check: as for `to_hf`, called with the model's folder and the new checkpoint.
 
     Raises:

@@ -1,0 +1,114 @@
+"""`latent.model:` and the options of Megatron that it meets: values, `depth`, contradictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megalatent.config import Config, ModelConfig
+from megalatent.errors import UserError
+
+MODEL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "train_iters": 10,
+    "lr": 1e-3,
+    "mock_data": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 100,
+    "position_embedding_type": "rope",
+}
+
+
+def config(model: Any, **megatron: Any) -> Config:
+    given = {k: v for k, v in {**MODEL, **megatron}.items() if v != "gone"}
+    return Config.from_mapping({"latent": {"model": model}, "megatron": given})
+
+
+def test_defaults_change_nothing() -> None:
+    plain = Config.from_mapping({"megatron": MODEL}).latent.model
+    assert plain == config(None).latent.model == ModelConfig()
+    assert (plain.attention_gate, plain.sandwich_norm, plain.residual_multiplier) == (
+        False,
+        False,
+        1.0,
+    )
+
+
+def test_depth_is_one_over_the_root_of_the_layers() -> None:
+    found = config({"residual_multiplier": "depth", "sandwich_norm": True}, num_layers=25)
+    assert found.latent.model == ModelConfig(sandwich_norm=True, residual_multiplier=0.2)
+    # What is shown and saved is the number, which reads back.
+    assert found.resolved()["latent"]["model"]["residual_multiplier"] == 0.2
+    assert Config.from_mapping(found.resolved()).latent == found.latent
+
+
+@pytest.mark.parametrize(
+    ("model", "megatron", "parts"),
+    [
+        ({"residual_multiplier": 0}, {}, ("residual_multiplier: 0", "above 0")),
+        ({"residual_multiplier": "deep"}, {}, ("'deep' is no factor", "depth")),
+        ({"residual_multiplier": True}, {}, ("true is no factor",)),
+        (
+            {"residual_multiplier": "depth"},
+            {"num_layers": "gone"},
+            ("needs megatron.num_layers",),
+        ),
+        ({"attention_gates": True}, {}, ("latent.model.attention_gates", "'attention_gate'")),
+        ({"sandwich_norm": 1}, {}, ("latent.model.sandwich_norm", "true or false")),
+        (
+            {"attention_gate": True},
+            {"attention_output_gate": True},
+            ("megatron.attention_output_gate", "second gate", "leave one"),
+        ),
+        (
+            {"attention_gate": True},
+            {"multi_latent_attention": True},
+            ("megatron.multi_latent_attention", "another attention"),
+        ),
+        (
+            None,
+            {"window_attn_skip_freq": 6},
+            ("megatron.window_attn_skip_freq: 6", "no effect without window_size"),
+        ),
+        (None, {"window_size": [15]}, ("window_size: [15]", "[W - 1, 0]")),
+        (
+            None,
+            {"window_size": [15, 0], "window_attn_skip_freq": [1, 0, 1]},
+            ("3 entries for num_layers: 4",),
+        ),
+        (
+            None,
+            {"window_size": [15, 0], "window_attn_skip_freq": 0},
+            ("window_attn_skip_freq: 0", "every Nth layer"),
+        ),
+        (
+            None,
+            {
+                "window_size": [15, 0],
+                "context_parallel_size": 2,
+                "transformer_impl": "transformer_engine",
+            },
+            ("megatron.cp_comm_type: p2p has no sliding window", "a2a"),
+        ),
+    ],
+)
+def test_mistakes(model: Any, megatron: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        config(model, **megatron).check(2)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_windows_on_other_layouts_are_allowed() -> None:
+    """Local attention under context parallelism, and windows without it."""
+    windows = {"window_size": [15, 0], "window_attn_skip_freq": 2}
+    config(None, **windows, context_parallel_size=2, transformer_impl="local").check(2)
+    config({"attention_gate": True}, **windows).check(2)

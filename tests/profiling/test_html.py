@@ -336,6 +336,9 @@ def test_hover_shows_the_details_of_an_action(opened: Opened, recorded: Recordin
     opened.point((wait.start + wait.end) / 2 - origin(recorded), 0)
     assert opened.details().startswith("wait stage 0")
     assert f"for the input of {NAMES[wait.of]}, micro-batch {wait.micro_batch}" in opened.details()
+    # All hand-overs of this recording take the same time.
+    late = f"{STAGES.hand_over * UNIT / 1e3:g} µs for the hand-over"  # type: ignore[operator]
+    assert re.search(r"ms until stage \d was done, " + late, opened.details())
     opened.page.mouse.move(5, 5)
     opened.settle()
     assert opened.page.locator("#tooltip").is_hidden()

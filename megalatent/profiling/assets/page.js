@@ -175,6 +175,7 @@ class Page {
     for (const [part, ticks] of spans.parts.get(index) ?? []) {
       lines.push(`of which ${this.profile.categories[part].name} ${time(ticks)}`);
     }
+    lines.push(...this.describeWait(spans, index, category, time));
     const other = planned ? step.measured : step.plan;
     const twin = other && category.letter ? other.same(rank, spans, index) : -1;
     if (twin >= 0) {
@@ -187,6 +188,16 @@ class Page {
     if (from >= 0) lines.push(`input from ${step.rows[spans.rankOf(from)].name}, ${time(spans.start[index] - spans.end(from))} before`);
     if (to >= 0) lines.push(`output to ${step.rows[spans.rankOf(to)].name}, used ${time(spans.start[to] - spans.end(index))} later`);
     return [make("b", {}, category.kind), lines.join(separator)];
+  }
+
+  /** Whether a wait was for the sender or for the hand-over itself. */
+  describeWait(spans, index, category, time) {
+    const next = index + 1, from = spans.source[next] ?? -1;
+    if (category.kind !== "wait" || from < 0 || spans.category[next] !== spans.of[index]) return [];
+    const whole = spans.length[index];
+    const sender = Math.min(whole, Math.max(0, spans.end(from) - spans.start[index]));
+    const name = this.step.rows[spans.rankOf(from)].name;
+    return [`${time(sender)} until ${name} was done, ${time(whole - sender)} for the hand-over`];
   }
 }
 

@@ -23,7 +23,9 @@ from tests.training.runs import configuration, train
 CASES = ({1: 1.0}, {2: 1.0}, {1: 0.5, 3: 0.5})
 
 
-def profiled(given: dict[str, Any], ranks: int, plan: CasePlan, replicas: int = 1) -> Recording:
+def profiled(
+    given: dict[str, Any], ranks: int, plan: CasePlan, replicas: int = 1, timeout: float = 120
+) -> Recording:
     """The recording that the first rank is handed."""
     config = Config.from_mapping(given)
     config.check(ranks)
@@ -41,7 +43,7 @@ def profiled(given: dict[str, Any], ranks: int, plan: CasePlan, replicas: int = 
             pretrain.run(config, profiler)
         return kept[0] if kept else None
 
-    first, *rest = run_ranks(ranks, rank, timeout=120)
+    first, *rest = run_ranks(ranks, rank, timeout=timeout)
     assert rest == [None] * len(rest)
     assert first is not None
     return first

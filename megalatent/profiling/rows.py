@@ -78,10 +78,17 @@ class Slice:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a trace. `group` is the replica, or None for the row of the steps."""
+    """What one step adds to one line of a trace.
+
+    Attributes:
+        name: of the line.
+        group: the replica, or None for the line of the steps.
+        order: place of the line among all.
+    """
 
     name: str
     group: int | None
+    order: int
     slices: list[Slice]
 
 
@@ -112,20 +119,25 @@ def rank_name(info: RankInfo, recording: Recording) -> str:
 
 
 def rows(recording: Recording) -> Iterator[Row]:
-    """All rows, the steps first, then rank by rank."""
+    """All rows, step by step in the order of time; of each step its own first, then the ranks'.
+
+    Only one step's slices exist at a time: a long recording of many ranks has millions.
+    """
     origin = _origin(recording)
     steps = _steps_in_time(recording)
-    yield Row("steps", None, _step_slices(steps, origin))
-    arrows = _arrows(recording, steps)
-    for position, info in enumerate(recording.ranks):
-        for title, kinds in _ROWS:
-            found: list[Slice] = []
-            for order, (case, step) in enumerate(steps):
-                ends = arrows[order, position]
-                found += _slices(step.ranks[position], kinds, origin, case.name, ends)
-            if found:
-                name = rank_name(info, recording)
-                yield Row(f"{name}: {title}" if title else name, info.replica, found)
+    starts = [min(rank.start for rank in step.ranks) for _, step in steps]
+    first = 1
+    for (case, step), following in zip(steps, [*starts[1:], None], strict=True):
+        yield Row("steps", None, 0, [_step_slice(case, step, origin, following)])
+        arrows, first = _arrows(recording, case, step, first)
+        for position, info in enumerate(recording.ranks):
+            rank, ends = step.ranks[position], arrows[position]
+            name = rank_name(info, recording)
+            for number, (title, kinds) in enumerate(_ROWS):
+                found = list(_slices(rank, kinds, origin, case.name, ends))
+                if found:
+                    full = f"{name}: {title}" if title else name
+                    yield Row(full, info.replica, 1 + len(_ROWS) * position + number, found)
 
 
 def counters(recording: Recording) -> Iterator[Counter]:
@@ -156,17 +168,14 @@ def _steps_in_time(recording: Recording) -> list[tuple[Case, Step]]:
     return sorted(steps, key=lambda pair: min(rank.start for rank in pair[1].ranks))
 
 
-def _step_slices(steps: list[tuple[Case, Step]], origin: int) -> list[Slice]:
-    starts = [min(rank.start for rank in step.ranks) for _, step in steps]
-    slices = []
-    for (case, step), start, following in zip(steps, starts, [*starts[1:], None], strict=True):
-        end = max(rank.end for rank in step.ranks)
-        # The first rank may begin a step before the last one has ended the one before.
-        end = end if following is None else min(end, following)
-        facts = {"iteration": step.iteration, "case": case.name, "strategy": case.plan.strategy}
-        name = f"step {step.iteration}, {case.name}"
-        slices.append(Slice(name, "step", 0, start - origin, end - origin, facts))
-    return slices
+def _step_slice(case: Case, step: Step, origin: int, following: int | None) -> Slice:
+    start = min(rank.start for rank in step.ranks)
+    end = max(rank.end for rank in step.ranks)
+    # The first rank may begin a step before the last one has ended the one before.
+    end = end if following is None else min(end, following)
+    facts = {"iteration": step.iteration, "case": case.name, "strategy": case.plan.strategy}
+    name = f"step {step.iteration}, {case.name}"
+    return Slice(name, "step", 0, start - origin, end - origin, facts)
 
 
 @dataclass
@@ -181,23 +190,20 @@ _NO_ENDS = _Ends()
 
 
 def _arrows(
-    recording: Recording, steps: list[tuple[Case, Step]]
-) -> defaultdict[tuple[int, int], defaultdict[int, _Ends]]:
-    """(step, rank) -> span -> its arrows."""
-    ends: defaultdict[tuple[int, int], defaultdict[int, _Ends]]
-    ends = defaultdict(lambda: defaultdict(_Ends))
-    number = 0
-    for order, (case, step) in enumerate(steps):
-        for item in hand_overs(recording.ranks, case.plan, step):
-            number += 1
-            sent = step.ranks[item.sender].spans[item.sent]
-            used = step.ranks[item.receiver].spans[item.used]
-            # An arrow belongs to the slice that is open when it leaves, so just before its end;
-            # and before it arrives, which clocks that differ a little may deny.
-            leaves = max(sent.start, min(sent.end, used.start) - 1)
-            ends[order, item.sender][item.sent].out = number, leaves
-            ends[order, item.receiver][item.used].into = number
-    return ends
+    recording: Recording, case: Case, step: Step, first: int
+) -> tuple[list[defaultdict[int, _Ends]], int]:
+    """For each rank: span -> its arrows, numbered from `first` on; and the next free number."""
+    ends: list[defaultdict[int, _Ends]] = [defaultdict(_Ends) for _ in recording.ranks]
+    found = hand_overs(recording.ranks, case.plan, step)
+    for number, item in enumerate(found, first):
+        sent = step.ranks[item.sender].spans[item.sent]
+        used = step.ranks[item.receiver].spans[item.used]
+        # An arrow belongs to the slice that is open when it leaves, so just before its end;
+        # and before it arrives, which clocks that differ a little may deny.
+        leaves = max(sent.start, min(sent.end, used.start) - 1)
+        ends[item.sender][item.sent].out = number, leaves
+        ends[item.receiver][item.used].into = number
+    return ends, first + len(found)
 
 
 def _slices(

@@ -38,15 +38,18 @@ def chrome_events(recording: Recording) -> Iterator[dict[str, Any]]:
     Every replica is a process and every row a thread of it; the steps are process 1.
     """
     processes: set[int] = set()
-    for thread, row in enumerate(rows(recording), 1):
-        process = _process(row.group)
+    threads: set[int] = set()
+    for row in rows(recording):
+        process, thread = _process(row.group), row.order + 1
         if process not in processes:
             processes.add(process)
             name = "steps" if row.group is None else f"replica {row.group}"
             yield _metadata("process_name", process, {"name": name})
             yield _metadata("process_sort_index", process, {"sort_index": process})
-        yield _metadata("thread_name", process, {"name": row.name}, thread)
-        yield _metadata("thread_sort_index", process, {"sort_index": thread}, thread)
+        if thread not in threads:
+            threads.add(thread)
+            yield _metadata("thread_name", process, {"name": row.name}, thread)
+            yield _metadata("thread_sort_index", process, {"sort_index": thread}, thread)
         yield from _row_events(row, {"pid": process, "tid": thread})
     for counter in counters(recording):
         place = {"ph": "C", "pid": _process(counter.group), "tid": 0, "name": counter.name}
@@ -134,30 +137,35 @@ class _Perfetto:
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
-        self.groups: dict[int | None, int] = {}
+        self.groups: dict[int, int] = {}
+        self.rows: dict[int, int] = {}
         self.tracks = 0
 
     def write(self, recording: Recording) -> None:
         for row in rows(recording):
-            track = self._track(row.name, row.group)
+            if row.order not in self.rows:
+                parent = self._group(row.group)
+                self.rows[row.order] = self._describe(row.name, parent, row.order)
             for time, piece, begins in _edges(row.slices):
-                self._edge(track, time, piece, begins)
-        for counter in counters(recording):
-            self._counter(counter)
+                self._edge(self.rows[row.order], time, piece, begins)
+        for order, counter in enumerate(counters(recording), 1 + max(self.rows, default=0)):
+            self._counter(counter, order)
 
-    def _track(self, name: str, group: int | None, unit: str | None = None) -> int:
-        if group is not None and group not in self.groups:
-            self.groups[group] = self._describe(f"replica {group}", None, None)
-        return self._describe(name, self.groups.get(group), unit)
+    def _group(self, group: int | None) -> int | None:
+        if group is None:
+            return None
+        if group not in self.groups:
+            self.groups[group] = self._describe(f"replica {group}", None, group)
+        return self.groups[group]
 
-    def _describe(self, name: str, parent: int | None, unit: str | None) -> int:
+    def _describe(self, name: str, parent: int | None, order: int, unit: str | None = None) -> int:
         self.tracks += 1
         packet = self.builder.create_packet()
         packet.trusted_packet_sequence_id = 1
         descriptor = packet.track_descriptor
         descriptor.uuid = self.tracks
         descriptor.name = name
-        descriptor.sibling_order_rank = self.tracks
+        descriptor.sibling_order_rank = order
         descriptor.child_ordering = descriptor.EXPLICIT
         if parent is not None:
             descriptor.parent_uuid = parent
@@ -189,8 +197,8 @@ class _Perfetto:
                     note.string_value = str(value)
         self.builder.write_packet(packet)
 
-    def _counter(self, counter: Counter) -> None:
-        track = self._track(counter.name, counter.group, counter.unit)
+    def _counter(self, counter: Counter, order: int) -> None:
+        track = self._describe(counter.name, self._group(counter.group), order, counter.unit)
         for time, value in counter.samples:
             packet = self.builder.create_packet()
             packet.trusted_packet_sequence_id = 1

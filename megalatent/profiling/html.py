@@ -100,8 +100,8 @@ def render_html(
 
 
 def _opened(cases: Sequence[Case]) -> Case:
-    """The case that the page opens with: the first that has an extra pass."""
-    return next((case for case in cases if max(case.plan.passes) > 1), cases[0])
+    """The case that the page opens with: that with the most passes, which findings are about."""
+    return max(cases, key=lambda case: (max(case.plan.passes), sum(case.plan.passes)))
 
 
 def _length(case: Case, number: int) -> int:

@@ -446,7 +446,7 @@ def test_steps_lanes_and_legend(opened: Opened, recorded: Recording) -> None:
     names = page.locator("#step option").all_inner_texts()
     assert len(names) == 4
     assert names[0].startswith("K = 1, iteration 1")
-    # It opens with the first case that has an extra pass, at its typical step.
+    # It opens with the case that has the most passes, at its typical step.
     assert page.locator("#step").input_value() == "2"
     assert page.locator("#findings li").all_inner_texts() == ["Stage 2 is slow."]
     assert "Pass 3 over pass 1" in page.locator("#tiles").inner_text()

@@ -212,18 +212,18 @@ def _optimizer_tensor(part: Any, param: torch.nn.Parameter, key: str) -> torch.T
         return None if tensor is None else tensor.detach()
     if not any(param in buffer.param_index_map for buffer in part.buffers):
         return None
-    full = torch.zeros(param.numel())
+    full = torch.zeros(param.numel() + 1)  # the last one: on how many ranks there is something
     # Only the parameters of this rank's shard are in its maps.
     if param in part.model_param_gbuf_map:
         group, index = part.model_param_group_index_map[param]
         main = part.optimizer.param_groups[group]["params"][index]
         tensor = main if key == "param" else part.optimizer.state[main].get(key)
-        if tensor is None:
-            return None
-        own = part._get_model_param_range_map(param)["param"]
-        full[own.start : own.end] = tensor.detach().float()
+        if tensor is not None:
+            own = part._get_model_param_range_map(param)["param"]
+            full[own.start : own.end] = tensor.detach().float()
+            full[-1] = 1
     dist.all_reduce(full, group=part.data_parallel_group)
-    return full.view(param.shape)
+    return full[:-1].view(param.shape) if full[-1] else None
 
 
 def _reduced_gradients(chunk: torch.nn.Module) -> dict[torch.nn.Parameter, torch.Tensor]:

@@ -47,7 +47,7 @@ def visible_pairs(args: argparse.Namespace, length: float) -> list[float]:
     if args.window_size and args.window_size[0] >= 0:
         window = args.window_size[0] + 1  # the position itself comes on top
     # Prediction's layers are numbered from 1 again.
-    numbers = [*range(1, (args.num_layers or 0) + 1), *range(1, (args.mtp_num_layers or 0) + 1)]
+    numbers = [*range(1, args.num_layers + 1), *range(1, (args.mtp_num_layers or 0) + 1)]
     frequency = args.window_attn_skip_freq
     return [
         attention_pairs(
@@ -100,7 +100,7 @@ class StepFlops:
         )
         weights = 0
         if self.latent.model.attention_gate:
-            layers = (args.num_layers or 0) + (args.mtp_num_layers or 0)
+            layers = args.num_layers + (args.mtp_num_layers or 0)
             weights += layers * args.hidden_size * args.num_attention_heads
         if args.num_experts:
             weights += _expert_layers(args) * args.hidden_size * args.num_experts  # the router
@@ -118,8 +118,6 @@ class StepFlops:
             # The lengths themselves are not known: documents of one length with this sum.
             length = squares / tokens if tokens else 0.0
             count = tokens / length if length else 0.0
-        if not args.num_layers:  # a hybrid model, in which windows are not given by layer
-            return each * count * attention_pairs(length, None)
         pairs = visible_pairs(args, length)
         return each * count * sum(pairs) / len(pairs)
 
@@ -139,7 +137,7 @@ class StepFlops:
 
 def _expert_layers(args: argparse.Namespace) -> int:
     """Layers with experts, multi-token prediction's among them."""
-    frequency, layers = args.moe_layer_freq, args.num_layers or 0
+    frequency, layers = args.moe_layer_freq, args.num_layers
     if isinstance(frequency, int):
         pattern = [i % frequency == 0 for i in range(layers)]
     else:

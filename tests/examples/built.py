@@ -73,6 +73,7 @@ def _build(_: int, path: Path, world_size: int, rank: int, megatron: dict[str, o
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,
     )
     given = gpt_config_from_args(args)
     given.transformer_layer_spec = functools.partial(layer_spec, model=config.latent.model)

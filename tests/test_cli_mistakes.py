@@ -209,6 +209,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, tuple[str, ...]]] = {
     ),
     # Values that contradict each other.
     "two precisions": ({}, {"bf16": True, "fp16": True}, 1, ("fp16",)),
+    "run without name": ({}, {"wandb_project": "passes"}, 1, ("wandb_exp_name", "a name")),
     "two lengths": ({}, {"train_samples": 5}, 1, ("train_samples: 5", "keep one")),
     "learning rate": ({}, {"min_lr": 1.0}, 1, ("min_lr: 1", "lr: 0.001")),
     "positions": ({}, {"max_position_embeddings": 8}, 1, ("max_position_embeddings: 8",)),

@@ -300,7 +300,11 @@ def test_good_layouts_pass(world_size: int, options_: dict[str, Any]) -> None:
     [
         ("emerging_optimizers", "optim", {"optimizer": "muon"}),
         ("transformers", "hf", {"tokenizer_type": "HuggingFaceTokenizer"}),
-        ("wandb", "wandb", {"wandb_project": "passes"}),
+        (
+            "wandb",
+            "wandb",
+            {"wandb_project": "passes", "wandb_exp_name": "first", "wandb_save_dir": "wandb"},
+        ),
         ("transformer_engine", "gpu", {"transformer_impl": "transformer_engine"}),
     ],
 )

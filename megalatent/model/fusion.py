@@ -81,12 +81,16 @@ class Fusion(nn.Module):
         default_jitter: sigma of the jitter where the config leaves it open.
         default_prefix_mixin: whether the prefix mixin is on where the config leaves it open.
         has_fused_norm: whether ``input_norm: all`` makes sense.
+        state_products: D x D products of each token in a fused pass.
+        token_products: the same in :meth:`token_part`, once for all fused passes.
     """
 
     name: ClassVar[str]
     default_jitter: ClassVar[float] = 0.02
     default_prefix_mixin: ClassVar[bool] = True
     has_fused_norm: ClassVar[bool] = True
+    state_products: ClassVar[int] = 1
+    token_products: ClassVar[int] = 1
 
     def __init__(self, settings: FusionSettings) -> None:
         super().__init__()
@@ -245,6 +249,7 @@ class AdditiveFusion(Fusion):
     default_jitter = 0.0
     default_prefix_mixin = False
     has_fused_norm = False
+    token_products = 0
 
     def __init__(self, settings: FusionSettings) -> None:
         super().__init__(settings)

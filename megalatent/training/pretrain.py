@@ -152,12 +152,13 @@ class Session:
 
         from megalatent.checkpoint.fresh import FreshFusion
         from megalatent.model.layers import mtp_spec
-        from megalatent.training import optimizer
+        from megalatent.training import auxiliary_logs, optimizer
 
         def around(module: Any, name: str, make: Callable[[Any], Any]) -> None:
             setattr(module, name, make(getattr(module, name)))
 
         optimizer.install(self.config.latent, self.args)
+        auxiliary_logs.install(lambda: self.schedule().last_passes)
         around(training, "get_forward_backward_func", lambda _: self._forward_backward_func)
         around(
             gpt,

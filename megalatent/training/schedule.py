@@ -103,7 +103,8 @@ class LatentSchedule:
         self.last_passes: tuple[int, ...] = ()
         self.z_loss = 0.0  # coefficient in the next training step
         self.last_plan: Plan | None = None
-        self.train_sums: list[PassSums] = []
+        # By iteration: a replayed step takes its own place, and is not counted twice.
+        self.train_sums: dict[int, PassSums] = {}
         self.eval_sums: list[PassSums] = []
         self._ring: Ring | None = None
         self._planner: Planner | None = None
@@ -212,6 +213,10 @@ class LatentSchedule:
             batches.exhaust()
             if config.timers is not None:
                 config.timers("forward-backward").stop()
+            if forward_only:
+                self.eval_sums.append(loss.sums)
+            else:
+                self.train_sums[position.iteration] = loss.sums
             return self._reports(loss, passes, forward_only)
 
     # -- parts ------------------------------------------------------------------------------
@@ -302,7 +307,6 @@ class LatentSchedule:
     def _reports(
         self, loss: PassLoss, passes: Sequence[int], forward_only: bool
     ) -> list[dict[str, Tensor]]:
-        (self.eval_sums if forward_only else self.train_sums).append(loss.sums)
         if not loss.reports:
             return []
         # Megatron takes the keys of the first micro-batch and divides by all iterations: only

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import re
+import tomllib
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -126,3 +128,16 @@ def test_nothing_recorded_is_no_page() -> None:
     empty = replace(recorded, cases=tuple(replace(case, steps=()) for case in recorded.cases))
     with pytest.raises(ValueError, match="no case has a step"):
         render_html(empty)
+
+
+def test_what_the_page_is_made_of_is_installed() -> None:
+    root = Path(__file__).resolve().parents[2]
+    data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]
+    package = root / "megalatent" / "profiling"
+    patterns = [*data["*"], *data["megalatent.profiling"]]
+    packed = {path for pattern in patterns for path in package.glob(pattern)}
+    assets = set((package / "assets").iterdir())
+    assert {path.suffix for path in assets} == {".html", ".css", ".js"}
+    assert assets <= packed

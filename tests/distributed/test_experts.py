@@ -78,7 +78,7 @@ def _step(rank: int, layout: Layout, setup: Setup) -> Seen:
         counted.append(torch.stack([r.local_tokens_per_expert.clone() for r in routers]))
         return finalize(*args, **kwargs)
 
-    MegatronProgram.forward = passes  # type: ignore[method-assign]
+    MegatronProgram.forward = passes  # type: ignore[method-assign, assignment]
     for layer, router in enumerate(routers):
         router.register_forward_hook(keep(layer))
     rig.config.finalize_model_grads_func = finalized

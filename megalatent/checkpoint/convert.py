@@ -174,7 +174,12 @@ def from_hf(
 
 @contextlib.contextmanager
 def _staged(out: Path, made_from: Mapping[str, Any], overwrite: bool) -> Iterator[Staging]:
-    staging = Staging(out, made_from, overwrite)
+    try:
+        staging = Staging(out, made_from, overwrite)
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be made ({error.strerror or error}): choose another folder"
+        ) from error
     try:
         yield staging
     except OSError as error:

@@ -35,7 +35,13 @@ def export_config(
     table = reader.tensors.get("embedding.word_embeddings.weight")
     if table is None:
         raise UserError(f"{reader.folder} has no word embeddings: it is no language model")
-    vocab_size = vocab_size or _vocab_size(args, words)
+    known = _vocab_size(args, words)
+    if vocab_size is not None and known is not None and vocab_size < known:
+        raise UserError(
+            f"--vocab-size {vocab_size} would cut off tokens, of which there are {known}: leave the"
+            " option out"
+        )
+    vocab_size = vocab_size or known
     if vocab_size is None:
         raise UserError(
             f"{reader.folder} does not say how many of its {table.size[0]} embedding rows are"
@@ -78,6 +84,8 @@ class _TokenizerFacts:
         facts = cls()
         if folder is None:
             return facts
+        if not folder.is_dir():
+            raise UserError(f"--tokenizer {folder} is not a folder: give one with a tokenizer")
         from transformers import AutoTokenizer
 
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ platform.install()
 
 from megalatent.checkpoint.convert import from_hf, to_hf  # noqa: E402
 from megalatent.checkpoint.logits import compare_logits  # noqa: E402
+from megalatent.cli import main  # noqa: E402
 from tests.checkpoint import models  # noqa: E402
 from tests.distributed.harness import Layout, init, run_ranks  # noqa: E402
 
@@ -102,6 +106,25 @@ def test_own_exports_are_inverted_exactly(
     assert list(differences) == ["K = 1", "K = 2", "K = 3", *modes]
     for found in differences.values():
         assert found["max"] < TOLERANCE
+
+
+def test_the_command_prints_the_differences(tmp_path: Path) -> None:
+    models.save_own(tmp_path / "hf", fusion="additive")
+
+    def command(rank: int) -> tuple[int, str]:
+        init(Layout())
+        printed = io.StringIO()
+        arguments = ["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "out")]
+        with contextlib.redirect_stdout(printed):
+            return main([*arguments, "--verify-logits"]), printed.getvalue()
+
+    (status, printed), *_ = run_ranks(1, command)
+    assert status == 0
+    kept = json.loads((tmp_path / "out" / "conversion.json").read_text())["logits"]
+    assert len(kept) == 6
+    for what, found in kept.items():
+        line = f"logits, {what}: largest difference {found['max']:.3e}, mean {found['mean']:.3e}"
+        assert line in printed
 
 
 def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:

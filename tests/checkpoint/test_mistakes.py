@@ -153,6 +153,28 @@ def test_what_stands_there_is_kept(megatron: Path, capsys: pytest.CaptureFixture
     assert [p.name for p in megatron.parent.iterdir() if p.name.startswith(".")] == []
 
 
+def test_places_where_nothing_can_be_made(
+    megatron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (megatron.parent / "file").write_text("mine")
+    for out in (megatron.parent / "file" / "out", Path("/proc/out")):
+        assert "cannot be made" in refused(capsys, "to-hf", megatron, out)
+    assert (megatron.parent / "file").read_text() == "mine"
+
+
+def test_options_that_contradict_the_checkpoint(
+    megatron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = megatron.parent / "out"
+    for size in (10, models.VOCAB + 1):
+        line = refused(capsys, "to-hf", megatron, out, "--vocab-size", size)
+        assert "would cut off" in line or f"{models.VOCAB} embedding rows" in line
+    line = refused(capsys, "to-hf", megatron, out, "--tokenizer", megatron / "nowhere")
+    assert "is not a folder" in line
+    line = refused(capsys, "to-hf", megatron, out, "--calibration", "text")
+    assert "goes with --quantize" in line
+
+
 def test_a_full_disk(
     megatron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,11 +169,11 @@ def test_it_zooms_and_moves(opened: Opened) -> None:
     opened.page.get_by_role("button", name="Zoom out").click()
     assert opened.view == pytest.approx(whole)
     # A marked range fills the view.
-    (from_, _), (to, y) = opened.place(whole[1] * 0.25, 0), opened.place(whole[1] * 0.5, 0)
+    (from_, _), (to, row) = opened.place(whole[1] * 0.25, 0), opened.place(whole[1] * 0.5, 0)
     opened.page.keyboard.down("Shift")
-    opened.page.mouse.move(from_, y)
+    opened.page.mouse.move(from_, row)
     opened.page.mouse.down()
-    opened.page.mouse.move(to, y, steps=3)
+    opened.page.mouse.move(to, row, steps=3)
     opened.page.mouse.up()
     opened.page.keyboard.up("Shift")
     pixel = whole[1] / 1000

@@ -351,6 +351,7 @@ def test_names_are_text_and_never_code(browser: Browser, tmp_path: Path) -> None
     opened.page.context.close()
 
 
+@pytest.mark.full
 def test_a_large_trace_stays_usable(browser: Browser, tmp_path: Path) -> None:
     """64 ranks with 1,000 forwards and backwards each, and the head and waits besides."""
     costs = Costs(hand_over=0.02, head=0.5)

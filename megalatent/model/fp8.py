@@ -36,6 +36,8 @@ def fp8_matrices(config: Any) -> Callable[..., nn.Module]:
         def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
             super().__init__(inputs, outputs, bias=bias, params_dtype=dtype)
             self.is_first_microbatch = True
+            # Transformer Engine marks all weights as split over TP; this one is whole everywhere.
+            self.weight.tensor_model_parallel = False
 
         def forward(self, x: Tensor) -> Tensor:
             first, self.is_first_microbatch = self.is_first_microbatch, False

@@ -95,7 +95,8 @@ class LatentModel(MegatronModule):
     # -- the actions ------------------------------------------------------------------------
 
     def forward(self, action: str, *args: Any) -> Any:
-        """Run ``embed``, ``prepare``, ``fuse``, ``plain``, ``stack`` or ``head``.
+        """Run ``embed``, ``prepare``, ``fuse``, ``plain``, ``stack``, ``head`` or
+        ``head_with_log_z``.
 
         One entry point, so that hooks on this module see every use.
         """
@@ -164,15 +165,18 @@ class LatentModel(MegatronModule):
                 packed_seq_params=batch.packed_seq_params,
             )
 
-    def _head(
-        self, batch: MicroBatch, state: Tensor, with_log_z: bool = False
-    ) -> Tensor | LossesWithLogZ:
-        """Per-token losses ``[b, s/cp]`` (fp32) from states, with MTP if the model has it.
+    def _head(self, batch: MicroBatch, state: Tensor) -> Tensor:
+        """Per-token losses ``[b, s/cp]`` (fp32) from states, with MTP if the model has it."""
+        return self._postprocess(batch, state).float()
 
-        Args:
-            with_log_z: return a pair: the losses, and the logarithm of each softmax's normaliser
-                over the true vocabulary, of the LM head alone.
+    def _head_with_log_z(self, batch: MicroBatch, state: Tensor) -> LossesWithLogZ:
+        """The same losses, and the logarithm of each softmax's normaliser, ``[b, s/cp]`` too.
+
+        The normaliser is the LM head's alone, over the true vocabulary.
         """
+        return self._postprocess(batch, state, output_processor=self._losses_and_log_z)
+
+    def _postprocess(self, batch: MicroBatch, state: Tensor, output_processor: Any = None) -> Any:
         backbone = self.backbone
         rotary: dict[str, Any] = dict.fromkeys(
             ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
@@ -185,7 +189,7 @@ class LatentModel(MegatronModule):
                 packed_seq_params=batch.packed_seq_params,
             )
             rotary = dict(zip(rotary, tables, strict=False))
-        losses = backbone._postprocess(
+        return backbone._postprocess(
             hidden_states=state,
             input_ids=batch.tokens,
             position_ids=batch.position_ids,
@@ -194,10 +198,9 @@ class LatentModel(MegatronModule):
             loss_mask=batch.loss_mask,
             attention_mask=batch.attention_mask,
             packed_seq_params=batch.packed_seq_params,
-            output_processor=self._losses_and_log_z if with_log_z else None,
+            output_processor=output_processor,
             **rotary,
         )
-        return losses if with_log_z else losses.float()
 
     def _losses_and_log_z(
         self,

@@ -72,6 +72,11 @@ class PassLoss:
 
     # -- training ---------------------------------------------------------------------------
 
+    @property
+    def head_action(self) -> str:
+        """The action of `LatentModel` that gives what `objective` needs."""
+        return "head_with_log_z" if self.z_loss else "head"
+
     def weight(self, k: int, passes: int) -> float:
         return pass_weight(k, passes, weighting=self.weighting, lambda_=self.lambda_)
 

@@ -161,14 +161,14 @@ class MegatronProgram:
         self.loss.set_auxiliary_scales(k, K)
         if self._one_graph(model, K):
             with self._timed("forward-compute"), self._autocast():
-                losses = model("head", batch, visit.output, self.loss.z_loss > 0)
+                losses = model(self.loss.head_action, batch, visit.output)
             visit.root = self.loss.objective(micro_batch, k, K, losses, batch, visit)
             visit.output = None
             return
         assert visit.output is not None
         state = visit.output.detach().requires_grad_()
         with self._timed("forward-compute"), self._autocast():
-            losses = model("head", batch, state, self.loss.z_loss > 0)
+            losses = model(self.loss.head_action, batch, state)
         objective = self.loss.objective(micro_batch, k, K, losses, batch, visit)
         with self._timed("backward-compute"):
             torch.autograd.backward(objective)

@@ -6,8 +6,10 @@ Transformer Engine needs a GPU. Stand-ins take the place of its layers here: the
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -184,3 +186,58 @@ def test_fusion_matrices_are_made_by_the_given_class() -> None:
         assert {n: p.shape for n, p in fusion.named_parameters()} == {
             n: p.shape for n, p in plain.named_parameters()
         }
+
+
+class _EngineLinear(torch.nn.Linear):
+    """What the fusion uses of Transformer Engine's layer: its arguments, marks and extra state."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, dtype=params_dtype)
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.seen: list[bool] = []
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool) -> torch.Tensor:  # type: ignore[override]
+        self.seen.append(is_first_microbatch)
+        return super().forward(x)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(3)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        raise AssertionError("the fusion saves no such state")
+
+
+def test_a_fusion_of_fp8_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same checkpoint keys and values as without FP8; the flag is used up by each first call."""
+    from megalatent.model.fp8 import fp8_matrices
+    from megalatent.model.fusion import FUSIONS, FusionSettings
+
+    engine = ModuleType("transformer_engine.pytorch")
+    engine.Linear = _EngineLinear  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
+    contexts: list[Any] = []
+
+    def context(config: Any) -> Any:
+        contexts.append(config)
+        return nullcontext()
+
+    monkeypatch.setattr("megatron.core.fp8_utils.get_fp8_context", context)
+    settings = FusionSettings(hidden_size=16, eps=1e-5)
+    quantised = FUSIONS["gated"](replace(settings, matrix=fp8_matrices("the config")))
+    plain = FUSIONS["gated"](settings)
+    assert quantised.state_dict().keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(quantised.state_dict()[name], value), name
+    quantised.load_state_dict(plain.state_dict())
+    assert not any(getattr(p, "tensor_model_parallel", False) for p in quantised.parameters())
+
+    x = torch.randn(4, 2, 16)
+    gate: Any = quantised.gate_proj
+    for _ in range(2):
+        assert torch.equal(quantised("token", x), plain("token", x))
+    gate.is_first_microbatch = True
+    quantised("token", x)
+    assert gate.seen == [True, False, True]
+    assert contexts == ["the config"] * 3

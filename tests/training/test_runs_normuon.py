@@ -81,7 +81,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> _Sources:
 )
 def test_resuming_changes_nothing(sources: _Sources, ranks: int, options: dict[str, Any]) -> None:
     source, expected = sources.get(ranks, options)
-    load = {"load": str(sources.folder / source), "ckpt_step": SAVED}
+    load: dict[str, Any] = {"load": str(sources.folder / source), "ckpt_step": SAVED}
     name = f"resumed-{source}"
     resumed = _train(sources.folder, name, ranks, options, **load)
     whole, rest = losses(sources.folder / source), losses(sources.folder / name)
@@ -112,7 +112,7 @@ def test_another_layout_goes_on(
 ) -> None:
     source, expected = sources.get(*before)
     name = f"resharded-{len(list(sources.folder.iterdir()))}"
-    load = {"load": str(sources.folder / source), "ckpt_step": SAVED}
+    load: dict[str, Any] = {"load": str(sources.folder / source), "ckpt_step": SAVED}
     resumed = _train(sources.folder, name, *after, **load)
     whole, rest = losses(sources.folder / source), losses(sources.folder / name)
     assert list(rest) == list(range(SAVED + 1, STEPS + 1))

@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +121,10 @@ def run_convert_command(args: argparse.Namespace) -> int:
     if out == source or out in source.parents or source in out.parents:
         raise UserError(f"{args.out} and {args.source} lie in one another: choose another folder")
     show = _Bar()
-    if args.direction == "to-hf":
-        _to_hf(args, show)
-    else:
-        _from_hf(args, show)
+    with warnings.catch_warnings():
+        # One process is what is meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        (_to_hf if args.direction == "to-hf" else _from_hf)(args, show)
     show.end()
     print(f"wrote and verified {args.out}")
     return 0

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megalatent.checkpoint import quantize
 from megalatent.checkpoint.quantize import Quantization
+from megalatent.cli import main
 from megalatent.errors import UserError
 from megalatent.hf import MegalatentConfig, MegalatentForCausalLM
 from megalatent.hf.quantized import is_quantized, load_quantized
@@ -120,7 +121,9 @@ def test_calibration_sees_fused_inputs(tmp_path: Path) -> None:
     assert largest[3][first] > largest[1][first]
 
 
-def test_each_way_of_storing_weights_is_read(tmp_path: Path) -> None:
+def test_each_way_of_storing_weights_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights quantised here by hand, from the description of the formats."""
     model = export(tmp_path, fusion="gated")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -166,6 +169,11 @@ def test_each_way_of_storing_weights_is_read(tmp_path: Path) -> None:
     loaded = load_quantized(tmp_path).state_dict()
     for name, tensor in expected.items():
         assert torch.allclose(loaded[name], tensor, atol=1e-7), name
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path), "--prompt", "the of", "--max-new-tokens", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert "quantised weights are expanded" in err
+    assert set(out.split()) <= {*WORDS, "[unknown]"}
     stored[f"{eighth}.weight"] = rounded.to(torch.int16)
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="int16, which is unknown"):

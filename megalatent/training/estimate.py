@@ -53,9 +53,11 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Attributes:
-    parameters: of the whole model, a tied head counted once.
-    memory: one entry for each number of passes and stage.
+    """What a run needs.
+
+    Attributes:
+        parameters: of the whole model, a tied head counted once.
+        memory: one entry for each number of passes and stage.
     """
 
     parameters: int

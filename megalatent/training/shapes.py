@@ -153,10 +153,11 @@ class Shapes:
         widths += q + heads if gated else 2 * q if config.attention_output_gate else 0
         kept = self._tokens * (widths * self._element + 4 * heads) // self._tp
         if config.transformer_impl == "local":
-            # Scores and probabilities written out.
+            # Scores, masked scores and probabilities written out; keys and values once per head.
             keys = self._args.seq_length
             wide = 4 if config.context_parallel_size > 1 else self._element
-            kept += 2 * self._tokens * keys * heads // self._tp * wide
+            kept += 3 * self._tokens * keys * heads // self._tp * wide
+            kept += 2 * self._tokens * (q - k) // self._tp * self._element
         return _Count(matrices=matrices, rest=rest), kept
 
     def _dense(self) -> tuple[_Count, int, int]:
@@ -168,7 +169,9 @@ class Shapes:
         if config.add_bias_linear:
             here += _Count(rest=wide // self._tp + h)
             whole += wide + h
-        return here, whole, self._tokens * (wide + f) // self._tp * self._element
+        # The activation of the gate, where it is not computed again in the backward.
+        once_more = f if config.gated_linear_unit and not config.bias_activation_fusion else 0
+        return here, whole, self._tokens * (wide + f + once_more) // self._tp * self._element
 
     def _experts(self) -> tuple[_Count, int, int]:
         config = self._config

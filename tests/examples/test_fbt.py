@@ -64,7 +64,8 @@ def test_the_recipe() -> None:
     assert (megatron["weight_decay"], latent.optimizer.adam_weight_decay) == (0.01, 0.0)
     assert (latent.fusion.jitter, latent.fusion.prefix_mixin) == (0.02, True)
     assert latent.model.residual_multiplier == pytest.approx(LAYERS**-0.5)
-    full = [n for n in range(1, LAYERS + 1) if n % megatron["window_attn_skip_freq"] == 0]
+    every = int(megatron["window_attn_skip_freq"])
+    full = [n for n in range(1, LAYERS + 1) if n % every == 0]
     assert full == [6, 12, 18, 24]
     assert megatron["window_size"] == "2047,0"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,8 +114,12 @@ def _check(args: argparse.Namespace) -> None:
         ("--temperature", args.temperature, 0),
         ("--top-k", args.top_k, 0),
     ):
-        if value < low:
+        if not low <= value < math.inf:  # not a number is neither
             raise UserError(f"{name} {value}: give at least {low}.")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed}: give a number from 0 to 2^63 - 1.")
+    if "" in args.stop:
+        raise UserError("--stop '': every text contains it; give some text.")
     if not 0 < args.top_p <= 1:
         raise UserError(f"--top-p {args.top_p}: give a share above 0, at most 1.")
 
@@ -126,6 +131,11 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             prompts.append(sys.stdin.read() if name == "-" else Path(name).read_text("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompt-file {name} cannot be read: {error}") from error
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"a prompt is no valid UTF-8 ({error.reason}): correct it.") from error
     return prompts
 
 

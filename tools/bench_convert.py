@@ -66,7 +66,8 @@ def make_llama(folder: Path, layers: int, hidden: int, vocab: int, dtype: str) -
     groups: dict[int | None, list[Any]] = {}
     for unit in units(find_family("llama").rules, own):
         groups.setdefault(unit.layer, []).append(unit)
-    weight_map, sizes = {}, []
+    weight_map: dict[str, str] = {}
+    sizes: list[int] = []
     generator = torch.Generator().manual_seed(0)
     for number, members in enumerate(groups.values()):
         name = f"model-{number:05d}.safetensors"

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -233,7 +233,9 @@ class CheckpointReader:
                 start = self._starts[index]
                 if start is None:
                     window.seek(0)
-                    source = torch.load(window, map_location="cpu", weights_only=True)
+                    source = torch.load(
+                        cast(BinaryIO, window), map_location="cpu", weights_only=True
+                    )
                     for axis, first in enumerate(starts):
                         source = source.narrow(axis, first, target.shape[axis])
                     target.copy_(source)

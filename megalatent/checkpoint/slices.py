@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -142,7 +142,7 @@ def contiguous_start(window: Window, dtype: torch.dtype, shape: Sequence[int]) -
         records = [info for info in archive.infolist() if "/data/" in info.filename]
     window.seek(0)
     with torch.serialization.skip_data():  # pages that nobody writes to take no memory
-        tensor = torch.load(window, map_location="cpu", weights_only=True)
+        tensor = torch.load(cast(BinaryIO, window), map_location="cpu", weights_only=True)
     if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
         raise ValueError("another tensor")
     if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:

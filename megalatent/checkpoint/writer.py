@@ -194,8 +194,8 @@ def write_safetensors(
         for (name, dtype, shape), tensor in zip(entries, tensors, strict=True):
             assert tensor.dtype == dtype, name
             assert tensor.numel() == torch.Size(shape).numel(), name
-            for block in blocks(tensor):
-                data = memoryview(block.view(torch.uint8).numpy())
+            for part in blocks(tensor):
+                data = memoryview(part.view(torch.uint8).numpy())
                 stream.write(data)
                 digest.update(data)
                 progress(len(data))
@@ -312,7 +312,8 @@ def _save(folder: Path, objects: dict[str, Any], planner: _Planner) -> None:
 
 def _cause(error: CheckpointException) -> BaseException:
     """What torch's writer failed of: its own error comes after the one that stopped it."""
-    last = cause = next(iter(error.failures.values()))[0]
+    last = next(iter(error.failures.values()))[0]
+    cause: BaseException | None = last
     while cause is not None:
         if isinstance(cause, (OSError, UserError, KeyboardInterrupt)):
             return cause

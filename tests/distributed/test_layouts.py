@@ -193,8 +193,8 @@ def test_uneven_stages(split: str) -> None:
     assert [layers for layers, _ in results] == [part.count("t") for part in split.split("|")]
     expected = _reference((even,), 1)[0]
     result = results[0][1][0]
-    for a, b in zip(result.losses, expected.losses, strict=True):
-        assert all(abs(a[k] - b[k]) < LOSS for k in b)
+    for losses, one in zip(result.losses, expected.losses, strict=True):
+        assert all(abs(losses[k] - one[k]) < LOSS for k in one)
     for a, b in zip(result.gradients, expected.gradients, strict=True):
         assert a.keys() == b.keys()
         for name in b:

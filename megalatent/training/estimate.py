@@ -88,7 +88,7 @@ def describe(config: Config, world_size: int) -> list[str]:
 
 def _table(found: Estimate, where: str) -> list[str]:
     names = ("K", "stage", "parameters", "weights", "gradients", "optimiser", "in flight")
-    rows = [(*names, "activations", "total")]
+    rows: list[tuple[str, ...]] = [(*names, "activations", "total")]
     for m in found.memory:
         sizes = (m.weights, m.gradients, m.optimizer)
         rows.append(

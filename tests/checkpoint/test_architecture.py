@@ -65,7 +65,7 @@ def test_an_export_has_the_losses_of_the_checkpoint(tmp_path: Path, layout: Layo
         test_layouts.setup("gated"), model=MODEL, window=((5, 0), 3), layers=4
     )
     args = test_layouts.arguments(given)
-    args.window_size, args.window_attn_skip_freq = given.window
+    args.window_size, args.window_attn_skip_freq = (5, 0), 3
     args.latent_config["model"] = OPTIONS
     folder = tmp_path / "iter_0000005"
     folder.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megalatent.config import ModelConfig
 from tests.distributed.harness import Layout, run_ranks
@@ -67,3 +68,14 @@ def test_data_parallel_equals_one_rank() -> None:
     """Distributed optimiser, overlapped gather and reduction, several buckets."""
     ddp = {**SHARDED, "overlap_param_gather": True}
     _compare(Layout(dp=2), (replace(FBT, masked=False),), steps=2, ddp=ddp)
+
+
+def test_bfloat16_trains_as_float32_does() -> None:
+    """Types meet nowhere: gates, norms and multiplier keep the activations' type."""
+    exact, rough = (
+        run_ranks(1, _step, [replace(FBT, dtype=dtype)], timeout=120)[0][0]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    for k, loss in exact[0].items():
+        # 8 bits on losses near 4, and as much again for weights that were rounded.
+        assert abs(rough[0][k] - loss) < 0.05, k

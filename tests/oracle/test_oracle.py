@@ -23,8 +23,13 @@ SHAPE = Shape(layers=2, heads=4, groups=2, head_dim=6, vocab=29)
 FUSIONS = ("gated", "additive", "concat")
 
 
-def random_weights(fusion: str, shape: Shape = SHAPE, seed: int = 0) -> dict[str, Tensor]:
-    """fp64 weights large enough that every part of the model matters."""
+def random_weights(
+    fusion: str, shape: Shape = SHAPE, seed: int = 0, branches: bool = False
+) -> dict[str, Tensor]:
+    """fp64 weights large enough that every part of the model matters.
+
+    `branches`: with gates per head, and norms after the branches.
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (shape.vocab, D),
@@ -43,6 +48,12 @@ def random_weights(fusion: str, shape: Shape = SHAPE, seed: int = 0) -> dict[str
             f"{layer}.mlp.linear_fc1.weight": (2 * FFN, D),
             f"{layer}.mlp.linear_fc2.weight": (D, FFN),
         }
+        if branches:
+            shapes |= {
+                f"{layer}.self_attention.linear_gate.weight": (shape.heads, D),
+                f"{layer}.self_attn_bda.norm.weight": (D,),
+                f"{layer}.mlp_bda.norm.weight": (D,),
+            }
     parts: dict[str, dict[str, tuple[int, ...]]] = {
         "gated": {"state_proj": (D, D), "gate_proj": (D, D), "gate_norm": (D,), "fused_norm": (D,)},
         "additive": {"adapter_proj": (D, D), "adapter_norm": (D,)},
@@ -80,10 +91,12 @@ def distance(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
-@pytest.mark.parametrize("fusion", FUSIONS)
-def test_one_pass_per_position_is_the_sequential_recurrence(fusion):
-    shape = replace(SHAPE, window=5, full_every=2)
-    weights = random_weights(fusion)
+@pytest.mark.parametrize(
+    ("fusion", "branches"), [*((fusion, False) for fusion in FUSIONS), ("gated", True)]
+)
+def test_one_pass_per_position_is_the_sequential_recurrence(fusion, branches):
+    shape = replace(SHAPE, window=5, full_every=2, multiplier=0.7 if branches else 1.0)
+    weights = random_weights(fusion, branches=branches)
     tokens, _, _ = random_batch(2, 12)
     states = run(weights, tokens, 12, fusion, shape).states
     recurrence = sequential(shape, weights, tokens, fusion)
@@ -171,8 +184,8 @@ def reference_decoder(weights: dict[str, Tensor], x: Tensor, shape: Shape) -> Te
             for n, v in weights.items()
             if n.startswith(f"decoder.layers.{i}.")
         }
-        packed = F.rms_norm(x, (D,), w["input_layernorm.weight"], shape.eps)
-        packed = packed @ w["self_attention.linear_qkv.weight"].T
+        before = F.rms_norm(x, (D,), w["input_layernorm.weight"], shape.eps)
+        packed = before @ w["self_attention.linear_qkv.weight"].T
         packed = packed.view(b, s, shape.groups, -1, shape.head_dim)
         q = packed[..., :-2, :].reshape(b, s, shape.heads, shape.head_dim).transpose(1, 2)
         k, v = packed[..., -2, :].transpose(1, 2), packed[..., -1, :].transpose(1, 2)
@@ -183,22 +196,34 @@ def reference_decoder(weights: dict[str, Tensor], x: Tensor, shape: Shape) -> Te
         q = rotate(F.rms_norm(q, (shape.head_dim,), q_norm, shape.eps))
         k = rotate(F.rms_norm(k, (shape.head_dim,), k_norm, shape.eps))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if "self_attention.linear_gate.weight" in w:
+            gate = torch.sigmoid(before @ w["self_attention.linear_gate.weight"].T)
+            out = torch.einsum("bhsd,bsh->bhsd", out, gate)
         out = out.transpose(1, 2).reshape(b, s, -1)
-        x = x + out @ w["self_attention.linear_proj.weight"].T
+        out = out @ w["self_attention.linear_proj.weight"].T
+        if "self_attn_bda.norm.weight" in w:
+            out = F.rms_norm(out, (D,), w["self_attn_bda.norm.weight"], shape.eps)
+        x = torch.add(x, out, alpha=shape.multiplier)
         normed = F.rms_norm(x, (D,), w["pre_mlp_layernorm.weight"], shape.eps)
         gate, up = torch.split(normed @ w["mlp.linear_fc1.weight"].T, FFN, -1)
-        x = x + (F.silu(gate) * up) @ w["mlp.linear_fc2.weight"].T
+        out = (F.silu(gate) * up) @ w["mlp.linear_fc2.weight"].T
+        if "mlp_bda.norm.weight" in w:
+            out = F.rms_norm(out, (D,), w["mlp_bda.norm.weight"], shape.eps)
+        x = torch.add(x, out, alpha=shape.multiplier)
     return F.rms_norm(x, (D,), weights["decoder.final_layernorm.weight"], shape.eps)
 
 
-@pytest.mark.parametrize("fusion", FUSIONS)
-def test_two_passes_in_whole_tensors(fusion):
+@pytest.mark.parametrize(
+    ("fusion", "branches"), [*((fusion, False) for fusion in FUSIONS), ("gated", True)]
+)
+def test_two_passes_in_whole_tensors(fusion, branches):
     """Fusion, jitter, prefix and loss as formulas over whole tensors."""
-    weights = random_weights(fusion)
+    weights = random_weights(fusion, branches=branches)
+    shape = replace(SHAPE, multiplier=0.4) if branches else SHAPE
     tokens, labels, loss_mask = random_batch(2, 7)
     noise = jitter_rows(3, [10, 11], 2, 7, D, 0.5).double()
     prefix = [[2], [4]]
-    result = run(weights, tokens, 2, fusion, prefix_lengths={2: prefix}, jitter={2: noise})
+    result = run(weights, tokens, 2, fusion, shape, prefix_lengths={2: prefix}, jitter={2: noise})
 
     table = weights["embedding.word_embeddings.weight"]
     w = {n.split(".")[1]: v for n, v in weights.items() if n.startswith("fusion.")}
@@ -207,7 +232,7 @@ def test_two_passes_in_whole_tensors(fusion):
         return F.rms_norm(x, (D,), w[name], SHAPE.eps)
 
     e = table[tokens]
-    first = reference_decoder(weights, e, SHAPE)
+    first = reference_decoder(weights, e, shape)
     previous = torch.roll(first + noise, 1, dims=1)
     if fusion == "gated":
         gate = torch.sigmoid(norm(e, "gate_norm") @ w["gate_proj"].T)
@@ -218,7 +243,7 @@ def test_two_passes_in_whole_tensors(fusion):
         both = torch.cat([norm(previous, "state_norm"), norm(e, "gate_norm")], -1)
         fused = norm(both @ w["concat_proj"].T, "fused_norm")
     is_plain = torch.arange(7)[None] < torch.tensor(prefix)
-    second = reference_decoder(weights, torch.where(is_plain[..., None], e, fused), SHAPE)
+    second = reference_decoder(weights, torch.where(is_plain[..., None], e, fused), shape)
     for k, states in enumerate([first, second]):
         assert distance(result.states[k], states) < 1e-9
         nll = F.cross_entropy((states @ table.T).transpose(1, 2), labels, reduction="none")

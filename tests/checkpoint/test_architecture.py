@@ -34,8 +34,10 @@ OPTIONS: dict[str, Any] = dataclasses.asdict(MODEL)
 @pytest.mark.parametrize(
     "options",
     [
-        {"attention_gate": True},
-        {"sandwich_norm": True, "residual_multiplier": 2**-0.5},
+        pytest.param({"attention_gate": True}, marks=pytest.mark.full),
+        pytest.param(
+            {"sandwich_norm": True, "residual_multiplier": 2**-0.5}, marks=pytest.mark.full
+        ),
         {
             **OPTIONS,
             "qk_norm": True,

@@ -24,7 +24,9 @@ FBT = Setup(
 )
 
 
-@pytest.mark.parametrize("thd", [False, True], ids=["masks", "packed"])
+@pytest.mark.parametrize(
+    "thd", [False, pytest.param(True, marks=pytest.mark.full)], ids=["masks", "packed"]
+)
 def test_losses_and_every_gradient_equal_the_oracle(thd: bool) -> None:
     setup = replace(FBT, thd=thd)
     losses, gradients, parameters = run_ranks(1, _step, [setup], timeout=120)[0][0]
@@ -70,6 +72,7 @@ def test_data_parallel_equals_one_rank() -> None:
     _compare(Layout(dp=2), (replace(FBT, masked=False),), steps=2, ddp=ddp)
 
 
+@pytest.mark.full
 def test_bfloat16_trains_as_float32_does() -> None:
     """Types meet nowhere: gates, norms and multiplier keep the activations' type."""
     exact, rough = (

@@ -114,7 +114,11 @@ def _far(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, sp=True)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), pytest.param(Layout(tp=2), marks=pytest.mark.full), Layout(tp=2, sp=True)],
+    ids=str,
+)
 def test_part_equals_plain_pytorch(part: str, layout: Layout) -> None:
     setup = PARTS[part]
     found = _whole(run_ranks(layout.world_size, _stack, setup, layout), layout)
@@ -129,7 +133,7 @@ def test_part_equals_plain_pytorch(part: str, layout: Layout) -> None:
     assert _far(_twin(PLAIN, weights)[0], states) > 1e-2
 
 
-@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.full), True])
 def test_gate_where_tp_ranks_share_key_heads(sp: bool) -> None:
     """More TP ranks than key heads: each rank's heads are a part of a group's."""
     layout = Layout(tp=4, sp=sp)

@@ -15,7 +15,7 @@ from typing import Any
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-from tests.model.standin import transformer_engine  # noqa: E402
+from tests.model.standin import transformer_engine
 
 transformer_engine.install()
 

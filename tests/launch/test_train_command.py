@@ -145,7 +145,9 @@ def test_one_rank_a_node_tells_of_a_mistake(
 
 def test_megatron_finds_its_options_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr("megalatent.training.pretrain.run", lambda config: seen.append(sys.argv))
+    monkeypatch.setattr(
+        "megalatent.training.pretrain.run", lambda config, profiler: seen.append(sys.argv)
+    )
     monkeypatch.setattr(sys, "argv", ["before"])
     config = Config.from_mapping({"megatron": MODEL})
     train_command._train(config)

@@ -98,17 +98,21 @@ class Config:
             filled_in={name: reason for name, (_, reason) in filled_in.items()},
         )
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int, *, checkpoints_repaired: bool = False) -> None:
         """Find contradictions and missing files, for a run on `world_size` processes.
 
         Starts no process and writes nothing.
+
+        Args:
+            checkpoints_repaired: whether something else mends the run's own checkpoints before it
+                starts.
 
         Raises:
             UserError: the first contradiction found.
         """
         from megalatent.config_checks import check
 
-        check(self, world_size)
+        check(self, world_size, checkpoints_repaired=checkpoints_repaired)
 
     def megatron_argv(self) -> list[str]:
         """Megatron's command line, without a program name."""

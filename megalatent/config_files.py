@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from megalatent.config_checkpoint import check_checkpoints
+from megalatent.config_paths import check_writable, looking_at
 from megalatent.errors import UserError
 
 __all__ = ["check_files"]
 
 
-def check_files(args: argparse.Namespace, costs: str | None) -> None:
-    """Raise a `UserError` for the first file that is missing or folder that cannot be written."""
+def check_files(
+    args: argparse.Namespace, costs: str | None, *, checkpoints_repaired: bool = False
+) -> None:
+    """Raise a `UserError` for the first file that is missing or folder that cannot be written.
+
+    Args:
+        costs: `latent.passes.costs`.
+        checkpoints_repaired: whether something else mends the run's own checkpoints before it
+            starts.
+    """
     _check_data(args)
     _check_tokenizer(args)
-    _check_checkpoints(args)
+    check_checkpoints(args, repaired=checkpoints_repaired)
     for name in ("save", "tensorboard_dir", "data_cache_path", "wandb_save_dir"):
         folder = getattr(args, name)
         if folder is not None:
-            _check_writable(f"megatron.{name}", folder)
-    if costs is not None and not Path(costs).is_file():
+            check_writable(f"megatron.{name}", folder)
+    if costs is not None and not _is_file("latent.passes.costs", costs):
         raise UserError(
             f"latent.passes.costs: {costs}: no such file: give a file of measured costs, or null"
         )
+
+
+def _is_file(where: str, path: str) -> bool:
+    with looking_at(where, path):
+        return Path(path).is_file()
 
 
 def _check_data(args: argparse.Namespace) -> None:
@@ -76,7 +90,7 @@ def _check_data(args: argparse.Namespace) -> None:
 def _read(where: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):
         raise UserError(f"{where}: {path}: cannot be read: give an existing text file") from None
 
 
@@ -99,7 +113,7 @@ def _check_blend(where: str, entries: Iterable[str]) -> None:
         items = items[1::2]
     for prefix in items:
         for ending in (".bin", ".idx"):
-            if not Path(prefix + ending).is_file():
+            if not _is_file(where, prefix + ending):
                 hint = (
                     " (give the prefix without the ending)"
                     if prefix.endswith((".bin", ".idx"))
@@ -131,26 +145,27 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path is None:
             raise UserError(f"megatron.{name}: missing: {kind} needs this file")
-        if not Path(path).is_file():
+        if not _is_file(f"megatron.{name}", path):
             raise UserError(f"megatron.{name}: {path}: no such file: give the tokenizer's file")
     if kind in ("HuggingFaceTokenizer", "SFTTokenizer"):
         _check_hf_tokenizer(args.tokenizer_model)
+
+
+_HF_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def _check_hf_tokenizer(model: str | None) -> None:
     where = "megatron.tokenizer_model"
     if model is None:
         raise UserError(f"{where}: missing: give a folder with tokenizer.json")
-    folder = Path(model)
-    if folder.is_dir():
-        if not any(
-            (folder / name).is_file()
-            for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-        ):
-            raise UserError(
-                f"{where}: {model}: the folder holds no tokenizer.json: give one that does"
-            )
-        return
+    with looking_at(where, model):
+        folder = Path(model)
+        if folder.is_dir():
+            if not any((folder / name).is_file() for name in _HF_TOKENIZER_FILES):
+                raise UserError(
+                    f"{where}: {model}: the folder holds no tokenizer.json: give one that does"
+                )
+            return
     if not _is_downloaded(model):
         raise UserError(
             f"{where}: {model}: no such folder, and no downloaded tokenizer of that name: give a"
@@ -170,45 +185,3 @@ def _is_downloaded(model: str) -> bool:
         )
     except HFValidationError:
         return False
-
-
-def _check_checkpoints(args: argparse.Namespace) -> None:
-    # A run that loads what it saves starts anew the first time and resumes afterwards.
-    resumes = args.load is not None and args.load == args.save
-    may_be_missing = resumes and not args.exit_on_missing_checkpoint and args.ckpt_step is None
-    if args.load is not None and not may_be_missing:
-        _check_checkpoint("megatron.load", args.load, args.ckpt_step)
-    if args.pretrained_checkpoint is not None:
-        _check_checkpoint("megatron.pretrained_checkpoint", args.pretrained_checkpoint, None)
-
-
-def _check_checkpoint(where: str, path: str, step: int | None) -> None:
-    folder = Path(path)
-    if not folder.is_dir():
-        raise UserError(f"{where}: {path}: no such folder: give the folder of a checkpoint")
-    tracker = folder / "latest_checkpointed_iteration.txt"
-    if not tracker.is_file():
-        raise UserError(
-            f"{where}: {path}: holds no checkpoint (no {tracker.name}): give the folder that"
-            " `save` named, not one of its iter_… folders"
-        )
-    latest = tracker.read_text().strip()
-    name = str(step) if step is not None else latest
-    inside = folder / (f"iter_{int(name):07d}" if name.isdigit() else name)
-    if not inside.is_dir():
-        found = sorted(p.name for p in folder.glob("iter_*"))
-        known = f" (there are {', '.join(found[-5:])})" if found else ""
-        raise UserError(
-            f"{where}: {path}: has no {inside.name}{known}: give another ckpt_step, or restore it"
-        )
-
-
-def _check_writable(where: str, path: str) -> None:
-    """The folder exists and is writable, or can be made in its nearest existing parent."""
-    existing = Path(path).absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise UserError(f"{where}: {path}: {existing} is a file, not a folder: give another folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"{where}: {path}: {existing} is not writable: give another folder")

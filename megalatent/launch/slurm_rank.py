@@ -26,6 +26,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from megalatent.launch.failure import RankError, redact, write_rank_error
+from megalatent.training.exits import TrainingStopped
 
 __all__ = ["cpus_beside_gpu", "main", "set_place"]
 
@@ -39,12 +40,15 @@ def main(argv: Sequence[str]) -> int:
     logs = Path(os.environ.get("MEGALATENT_LOGS") or ".").absolute()
     if "MEGALATENT_LOGS" in os.environ:
         _dump_stacks_on_signal(logs / "stacks", rank)
+    status = 1
     try:
         return _run([*argv, *_resume(os.environ)])
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
         message, kind, trace = str(end.code), "SystemExit", ""
+    except TrainingStopped as stop:
+        status, message, kind, trace = stop.status, str(stop), "stopped", ""
     except BaseException as error:
         message, kind, trace = str(error), type(error).__name__, traceback.format_exc()
     sys.stderr.write(redact(trace or message + "\n"))
@@ -53,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         write_rank_error(logs / "errors", RankError(rank, host, time.time(), kind, message, trace))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # threads of a broken process group would keep the process alive
+    os._exit(status)  # threads of a broken process group would keep the process alive
 
 
 def set_place(environment: MutableMapping[str, str]) -> int:

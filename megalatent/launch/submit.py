@@ -142,13 +142,15 @@ def _plan(args: argparse.Namespace) -> _Plan:
     checks.check_settings(settings, ranks_per_node, environment)
 
     name = settings.name or Path(args.config).stem
-    run = Path((given.get("megatron") or {}).get("save") or Path(settings.runs) / name).absolute()
+    run = Path((given.get("megatron") or {}).get("save") or Path(settings.runs) / name)
+    run = run.expanduser().absolute()
     given = {**given, "megatron": {**(given.get("megatron") or {}), "save": str(run)}}
     samples = [override.replace("{task}", str(task)) for task in tasks for override in for_task]
     config = _load(args.config, given, samples[: len(for_task)])
     parsed = parse(config.megatron_argv())
     notes = checks.check_layout(parsed, settings, ranks_per_node)
-    config.check(settings.nodes * ranks_per_node)
+    # Every attempt repairs the run's checkpoints before its ranks start.
+    config.check(settings.nodes * ranks_per_node, checkpoints_repaired=True)
     checks.check_paths(parsed, settings, run)
     notes += checks.check_disk(parsed, run)
     if tasks and not for_task:

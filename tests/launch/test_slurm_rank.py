@@ -49,6 +49,19 @@ def test_exit_codes_pass(tmp_path: Path, code: int) -> None:
     assert not list(tmp_path.glob("errors/*"))
 
 
+def test_a_run_that_megatron_stops_keeps_its_exit_code(tmp_path: Path) -> None:
+    """Another job may start again after some of them, and must not after others."""
+    program = (
+        "from megalatent.training.exits import TrainingStopped\n"
+        "raise TrainingStopped('ran the step again', 17)"
+    )
+    done = run(tmp_path, program, **SLURM)
+    assert done.returncode == 17
+    assert "Traceback" not in done.stderr
+    error = json.loads((tmp_path / "errors" / "rank-5.json").read_text())
+    assert error["message"] == "ran the step again"
+
+
 def test_an_error_is_left_without_secrets(tmp_path: Path) -> None:
     program = "raise ValueError('no access with hunter22')"
     done = run(tmp_path, program, SITE_PASSWORD="hunter22", SLURMD_NODENAME="node3", **SLURM)

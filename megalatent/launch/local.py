@@ -16,12 +16,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from megalatent.launch.rank import LastWords, run_rank
+from megalatent.launch.rank import RANK_SIGNALS, LastWords, run_rank
 
 __all__ = ["RankFailure", "Stopped", "run_local"]
 
@@ -109,8 +109,10 @@ class _Rank:
 class _Launcher:
     grace: float
     forward_as: int | None
+    signals: Set[int]
     ranks: list[_Rank] = field(default_factory=list)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    received: list[int] = field(default_factory=list)  # signals, not passed on yet
     stopped_by: int | None = None
 
     def start(
@@ -127,14 +129,17 @@ class _Launcher:
         if stderr_in is not None:
             mine.append(stderr_in)
         parent = os.getpid()
+        unblock = self.signals - signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
         def main() -> None:
             for fd in mine:
                 os.close(fd)
-            run_rank(lambda: worker(rank), environment, words_out, stderr_out, parent)
+            run_rank(lambda: worker(rank), environment, words_out, stderr_out, parent, unblock)
 
         process = multiprocessing.get_context("fork").Process(target=main, name=f"rank {rank}")
-        process.start()
+        # Until the child has its own handlers, a signal would be lost in the launcher's.
+        with _blocked(self.signals):
+            process.start()
         started = _Rank(rank, process, words_in, stderr_in)
         self.ranks.append(started)
         for fd, what in ((words_in, "words"), (stderr_in, "stderr")):
@@ -144,6 +149,20 @@ class _Launcher:
         os.close(words_out)
         if stderr_out is not None:
             os.close(stderr_out)
+
+    def start_all(
+        self,
+        worker: Callable[[int], None],
+        environments: Sequence[Mapping[str, str]],
+        listening: socket.socket,
+    ) -> bool:
+        """Start a rank for each environment; False if a signal stopped it on the way."""
+        for rank, environment in enumerate(environments):
+            self.start(worker, rank, environment, listening)
+            self.pass_on()
+            if self.stopped_by is not None and len(self.ranks) < len(environments):
+                return False
+        return True
 
     def read(self, timeout: float) -> None:
         """Take what the ranks wrote; lines on standard error are shown with their rank."""
@@ -177,6 +196,7 @@ class _Launcher:
                 return False
             self.read(_POLL)
             self.reap()
+            self.pass_on()
         return True
 
     @property
@@ -198,13 +218,25 @@ class _Launcher:
             if self.wait(lambda: self.all_ended, seconds):
                 return
 
+    @property
+    def broken(self) -> bool:
+        """A signal killed a rank before it could handle it: the others wait for it in vain."""
+        return self.stopped_by is not None and any((rank.status or 0) < 0 for rank in self.ranks)
+
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        again = self.stopped_by is not None
-        self.stopped_by = self.stopped_by or number
-        for rank in self.ranks:
-            if rank.running:
-                rank.told_to_stop = True
-                rank.signal(signal.SIGKILL if again else (self.forward_as or number))
+        # Only noted here: a handler runs between any two lines, also of a rank's start.
+        self.received.append(number)
+
+    def pass_on(self) -> None:
+        """Give the ranks the signals received since the last call."""
+        while self.received:
+            number = self.received.pop(0)
+            again = self.stopped_by is not None
+            self.stopped_by = self.stopped_by or number
+            for rank in self.ranks:
+                if rank.running:
+                    rank.told_to_stop = True
+                    rank.signal(signal.SIGKILL if again else (self.forward_as or number))
 
     def close(self) -> None:
         while self.selector.get_map() and self.selector.select(0):
@@ -236,7 +268,7 @@ def run_local(
     Standard output is shared. Standard error of rank 0 is shared too, that of the others is shown
     with `[rank N]` before each line. When one rank fails, the others are ended. A signal to this
     process goes on to the ranks, once; the ranks then end in their own time (a checkpoint takes
-    long). A second signal kills them.
+    long), unless it came so early that it killed one of them. A second signal kills them.
 
     Args:
         environment: for all ranks, besides what `torch.distributed` reads (RANK, WORLD_SIZE, …).
@@ -248,34 +280,36 @@ def run_local(
         RankFailure: a rank raised, was killed, or ended with a status that is not 0.
         Stopped: a signal stopped the run, and not all ranks ended with status 0.
     """
-    launcher = _Launcher(grace=grace_seconds, forward_as=forward_as)
+    launcher = _Launcher(
+        grace=grace_seconds, forward_as=forward_as, signals=RANK_SIGNALS | set(signals)
+    )
     with _handled(signals, launcher.on_signal), socket.socket() as listening:
         # The launcher keeps the port, so that no other program can take it, and serves torch's
         # key-value store on it: a rank that dies does not take the store with it.
         listening.bind(("127.0.0.1", 0))
         listening.listen(1024)
         store = None
+        environments = [
+            {
+                **(environment or {}),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(listening.getsockname()[1]),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(nproc),
+                "LOCAL_WORLD_SIZE": str(nproc),
+            }
+            for rank in range(nproc)
+        ]
         try:
-            for rank in range(nproc):
-                launcher.start(
-                    worker,
-                    rank,
-                    {
-                        **(environment or {}),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(listening.getsockname()[1]),
-                        "TORCHELASTIC_USE_AGENT_STORE": "True",
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(nproc),
-                        "LOCAL_WORLD_SIZE": str(nproc),
-                    },
-                    listening,
+            if launcher.start_all(worker, environments, listening):
+                store = _serve_store(listening)
+                launcher.wait(
+                    lambda: launcher.all_ended or bool(launcher.failed) or launcher.broken
                 )
-            store = _serve_store(listening)
-            launcher.wait(lambda: launcher.all_ended or bool(launcher.failed))
-            if not launcher.all_ended:
-                launcher.wait(lambda: launcher.all_ended, _SETTLE)
+                if not launcher.all_ended:
+                    launcher.wait(lambda: launcher.all_ended, _SETTLE)
         finally:
             if not launcher.all_ended:
                 launcher.end_all()
@@ -283,7 +317,8 @@ def run_local(
             del store  # it serves the ranks until here
     if launcher.failed:
         raise _first_cause(launcher.failed)
-    if launcher.stopped_by is not None and any(rank.status != 0 for rank in launcher.ranks):
+    finished = len(launcher.ranks) == nproc and all(rank.status == 0 for rank in launcher.ranks)
+    if launcher.stopped_by is not None and not finished:
         raise Stopped(launcher.stopped_by)
 
 
@@ -294,7 +329,9 @@ def _first_cause(failed: list[_Rank]) -> RankFailure:
         words = LastWords.decode(rank.words)
         if words is not None:
             # What a user must mend is a cause, whatever words it uses.
-            follows = not words.is_user_error and bool(_CONSEQUENCE.search(words.summary))
+            follows = words.follows or (
+                not words.is_user_error and bool(_CONSEQUENCE.search(words.summary))
+            )
             failure = RankFailure(rank.rank, words.summary, words.trace, words.is_user_error)
             failures.append((follows, words.when, failure))
         else:
@@ -327,6 +364,16 @@ def _serve_store(listening: socket.socket) -> Any:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
+
+
+@contextlib.contextmanager
+def _blocked(signals: Set[int]) -> Iterator[None]:
+    """Hold signals back from this thread, and from what it forks, until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -90,9 +90,18 @@ class Watch:
         timeout: seconds without progress after which the process ends with exit code 1.
         folder: where the grid of a stalled step is written; None prints only.
         name: how messages name this rank, for example ``"rank 3"``.
+        report: called with why the process ends and whether that follows from another rank's end;
+            says whether somebody else will show it.
     """
 
-    def __init__(self, timeout: float, folder: Path | None = None, name: str = "this rank") -> None:
+    def __init__(
+        self,
+        timeout: float,
+        folder: Path | None = None,
+        name: str = "this rank",
+        report: Callable[[str, bool], bool] | None = None,
+    ) -> None:
+        self._report = report
         self.timeout = timeout
         self.folder = folder
         self.name = self._who = name
@@ -273,12 +282,14 @@ class Watch:
         else:
             who = self._peers.names[note.rank]
             if note.kind == "gone":
-                self._stop(f"{who} is gone: its process has ended without a word")
+                self._stop(f"{who} is gone: its process has ended without a word", follows=True)
             elif note.kind == "failed":
                 # It should be the first to end: launchers report what ends first.
-                self._stop(f"{who} failed {note.text}", delay=min(2.0, self.timeout / 4))
+                delay = min(2.0, self.timeout / 4)
+                self._stop(f"{who} failed {note.text}", delay=delay, follows=True)
             elif note.kind == "stalled":
-                self._stop(f"{who} saw no progress for {note.facts['seconds']:.0f} s: {note.text}")
+                seconds = f"{note.facts['seconds']:.0f} s"
+                self._stop(f"{who} saw no progress for {seconds}: {note.text}", follows=True)
 
     def _give_up(self) -> None:
         text = (
@@ -312,7 +323,7 @@ class Watch:
                 return f"standing still: {_listed(peers, stuck)}, {places[min(stuck)][1]}"
         return "no rank stands still for long except by waiting for another one"
 
-    def _stop(self, cause: str, delay: float = 0.0) -> None:
+    def _stop(self, cause: str, delay: float = 0.0, *, follows: bool = False) -> None:
         """End this process because of something that is not an exception of its own."""
         with self._lock:
             if self._failed or self._closed:
@@ -320,10 +331,11 @@ class Watch:
             self._stopping.set()
         time.sleep(delay)
         place = self._place
-        message = f"{self.name}: {cause}; {self._who} was {place.describe()}"
-        path = self._write_grid(place, message)
+        message = f"{cause}; {self._who} was {place.describe()}"
+        path = self._write_grid(place, f"{self.name}: {message}")
         where = f"; the plan with the stuck action marked is in {path}" if path else ""
-        print(f"megalatent: error: {message}{where}", file=sys.stderr, flush=True)
+        if self._report is None or not self._report(message + where, follows):
+            print(f"megalatent: error: {self.name}: {message}{where}", file=sys.stderr, flush=True)
         time.sleep(min(_SPREAD, self.timeout) / 5)  # for the notes to leave
         os._exit(1)
 

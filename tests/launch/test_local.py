@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from megalatent.errors import UserError
-from megalatent.launch.local import RankFailure, Stopped, run_local
+from megalatent.launch import rank as rank_module
+from megalatent.launch.local import RankFailure, run_local
 
 
 @pytest.fixture(autouse=True)
-def _no_process_is_left() -> object:
+def no_process_is_left() -> object:
     yield
     deadline = time.monotonic() + 10
     while psutil.Process().children(recursive=True) and time.monotonic() < deadline:
@@ -138,6 +138,36 @@ def test_a_killed_rank() -> None:
     assert "killed by SIGKILL" in found.summary
 
 
+def test_who_ends_because_of_another_rank_is_not_blamed(capfd: pytest.CaptureFixture[str]) -> None:
+    """It speaks first and in its own words, and nothing of it is shown besides the cause."""
+
+    def worker(rank: int) -> None:
+        if rank == 0:
+            assert rank_module.report("rank 1 has left us", follows=True)
+            os._exit(1)
+        time.sleep(0.4)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    found = failure(worker, 2)
+    assert found.rank == 1
+    assert "SIGKILL" in found.summary
+    assert "left us" not in capfd.readouterr().err
+
+
+def test_a_stall_is_told_by_the_rank_that_saw_it() -> None:
+    def worker(rank: int) -> None:
+        if rank == 1:
+            assert rank_module.report("no progress for 5 s", follows=False)
+            os._exit(1)
+        sleep_long()
+
+    assert str(failure(worker, 2)) == "rank 1 failed: no progress for 5 s"
+
+
+def test_without_a_launcher_nobody_shows_a_report() -> None:
+    assert rank_module.report("no progress", follows=False) is False
+
+
 def test_a_crash_in_native_code(capfd: pytest.CaptureFixture[str]) -> None:
     def worker(rank: int) -> None:
         if rank == 1:
@@ -203,124 +233,3 @@ def test_processes_of_a_killed_rank_end_with_it() -> None:
         sleep_long()
 
     assert failure(worker, 2).rank == 0
-
-
-# Signals go to a launcher of its own: a process forked from this one.
-
-
-def waits(folder: Path, rank: int) -> None:
-    """As Megatron's --exit-signal-handler: go on until the signal comes."""
-    stop: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-    (folder / f"up{rank}").touch()
-    while not stop:
-        time.sleep(0.02)
-
-
-def saves(folder: Path, rank: int) -> None:
-    waits(folder, rank)
-    time.sleep(0.5)
-    (folder / f"saved{rank}").touch()
-
-
-def dies(folder: Path, rank: int) -> None:
-    (folder / f"up{rank}").touch()
-    sleep_long()
-
-
-def ignores(folder: Path, rank: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    dies(folder, rank)
-
-
-def fails_to_save(folder: Path, rank: int) -> None:
-    waits(folder, rank)
-    if rank == 1:
-        raise OSError("disk full")
-    sleep_long()
-
-
-class Launched:
-    def __init__(
-        self, folder: Path, worker: Callable[[Path, int], None], forward_as: int | None = None
-    ) -> None:
-        self.said = folder / "said"
-
-        def launch() -> None:
-            try:
-                run(lambda rank: worker(folder, rank), 2, forward_as=forward_as)
-                said, status = "done", 0
-            except Stopped as error:
-                said, status = str(error), 128 + error.number
-            except RankFailure as error:
-                said, status = str(error), 1
-            self.said.write_text(said)
-            os._exit(status)
-
-        self.process = multiprocessing.get_context("fork").Process(target=launch)
-        self.process.start()
-        deadline = time.monotonic() + 60
-        while not all((folder / f"up{rank}").exists() for rank in range(2)):
-            assert self.process.is_alive()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        self.ranks = psutil.Process(self.process.pid).children()
-
-    def signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def end(self) -> tuple[int | None, str]:
-        self.process.join(timeout=60)
-        _, alive = psutil.wait_procs(self.ranks, timeout=10)
-        assert alive == []
-        return self.process.exitcode, self.said.read_text() if self.said.exists() else ""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_the_ranks_save(tmp_path: Path, number: int) -> None:
-    launched = Launched(tmp_path, saves, forward_as=signal.SIGTERM)
-    launched.signal(number)
-    assert launched.end() == (0, "done")
-    assert (tmp_path / "saved0").exists()
-    assert (tmp_path / "saved1").exists()
-
-
-def test_a_signal_ends_ranks_that_do_not_handle_it(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, dies)
-    launched.signal(signal.SIGTERM)
-    assert launched.end() == (128 + signal.SIGTERM, "stopped by SIGTERM")
-
-
-def test_a_second_signal_kills(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, ignores)
-    launched.signal(signal.SIGTERM)
-    time.sleep(0.5)
-    assert launched.process.is_alive()  # it waits for its ranks
-    launched.signal(signal.SIGTERM)
-    assert launched.end() == (128 + signal.SIGTERM, "stopped by SIGTERM")
-
-
-def test_a_failure_while_saving_is_shown(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, fails_to_save)
-    launched.signal(signal.SIGTERM)
-    assert launched.end() == (1, "rank 1 failed: OSError: disk full")
-
-
-def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, ignores)
-    launched.process.kill()
-    assert launched.end()[0] == -signal.SIGKILL
-
-
-def test_handlers_are_put_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    run(lambda rank: None, 1)
-    assert signal.getsignal(signal.SIGTERM) is before
-    with pytest.raises(RankFailure):
-        run(lambda rank: os._exit(1), 1)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_stopped_names_the_signal() -> None:
-    assert str(Stopped(signal.SIGINT)) == "stopped by SIGINT"

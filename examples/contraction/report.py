@@ -48,7 +48,7 @@ def read_training(folder: Path, label: str) -> Training:
         if record["kind"] == "train":
             steps[record["iteration"]] = record
             evaluation = None
-        else:
+        elif record.get("set", "validation") == "validation":
             evaluation = record
     if not steps:
         return Training(label)

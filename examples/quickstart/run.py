@@ -76,7 +76,7 @@ def finished() -> bool:
 
 
 def records(kind: str) -> Iterator[dict]:
-    """Complete records of one kind from the metrics file."""
+    """Complete records of one kind from the metrics file; of evaluations, those of validation."""
     if not METRICS.exists():
         return
     with METRICS.open() as file:
@@ -84,7 +84,7 @@ def records(kind: str) -> Iterator[dict]:
     last = max((x["iteration"] for x in lines if x["kind"] == "train"), default=0)
     total = max((x["iterations"] for x in lines if x["kind"] == "train"), default=-1)
     for record in lines:
-        if record["kind"] == kind:
+        if record["kind"] == kind and record.get("set", "validation") == "validation":
             yield {**record, "final": last == total and record["iteration"] == last}
 
 

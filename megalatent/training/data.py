@@ -26,6 +26,7 @@ from megalatent.model.shift import (
     document_parallel_positions,
     sequence_slice,
 )
+from megalatent.training.token_ids import check_ids
 
 __all__ = ["BatchReader", "DataSettings", "dataset_provider", "micro_batch_from"]
 
@@ -50,6 +51,7 @@ class DataSettings:
     Attributes:
         seq_length: S, tokens of a row.
         end_of_document: token id after which a new document starts, or None.
+        vocabulary: ids in the data are below this; None checks none.
         packed: the dataset gives document boundaries (``cu_seqlens``); attention is THD.
         attention_mask: the dataset gives attention masks.
         rows: draws of the fusion; None for a model without one.
@@ -59,6 +61,7 @@ class DataSettings:
 
     seq_length: int
     end_of_document: int | None
+    vocabulary: int | None = None
     packed: bool = False
     attention_mask: bool = False
     rows: RowSettings | None = None
@@ -205,6 +208,8 @@ def read_micro_batch(
     if tp_rank == 0:
         assert iterator is not None
         given = next(iterator)
+        if settings.vocabulary is not None:
+            check_ids(given, settings.vocabulary)
         raw.update({k: v.cuda(non_blocking=True) for k, v in given.items() if torch.is_tensor(v)})
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         # Every stage that reads takes whole batches: the last stage's MTP and every layer's

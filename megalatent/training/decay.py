@@ -8,8 +8,23 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megalatent.config import DecayPhaseConfig
+from megalatent.errors import UserError
 
 __all__ = ["DecayScheduler", "scheduler_class"]
+
+
+# What Megatron calls a setting -> the options that decide it.
+_SETTINGS = {
+    "learning rate": "megatron.lr",
+    "minimum learning rate": "megatron.min_lr",
+    "warmup iterations": "megatron.lr_warmup_iters",
+    "total number of iterations": "megatron.train_iters (or lr_decay_iters, where it is given)",
+    "learning rate decay style": "megatron.lr_decay_style",
+    "start weight decay": "megatron.weight_decay",
+    "end weight decay": "megatron.weight_decay",
+    "total number of weight decay iterations": "megatron.train_iters",
+    "weight decay incr style": "megatron.weight_decay_incr_style",
+}
 
 
 class DecayScheduler(OptimizerParamScheduler):
@@ -39,6 +54,18 @@ class DecayScheduler(OptimizerParamScheduler):
     def z_loss(self) -> float:
         """Coefficient of the z-loss in the step to come."""
         return self.section.z_loss if self.num_steps >= self.decay_start else 0.0
+
+    def _check_and_set(self, cls_value: Any, sd_value: Any, name: str) -> Any:
+        """Of a setting, the value to go on with: the run's or the checkpoint's."""
+        try:
+            return super()._check_and_set(cls_value, sd_value, name)
+        except AssertionError:
+            raise UserError(
+                f"{_SETTINGS.get(name, name)}: the checkpoint was trained with {sd_value}, and"
+                f" this run has {cls_value}{' samples' if 'iterations' in name else ''}: set"
+                " megatron.override_opt_param_scheduler: true to take the run's value, or"
+                " use_checkpoint_opt_param_scheduler: true to keep the checkpoint's"
+            ) from None
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
         """Weight decay of a group; in the decay phase it shrinks as the learning rate does."""

@@ -8,6 +8,7 @@ divides by all iterations, also those that had no such pass.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -241,9 +242,18 @@ class MetricsLog:
         self._write(record)
 
     def evaluation(
-        self, sums: list[PassSums], *, iteration: int, writers: Writers = Writers()
+        self,
+        sums: list[PassSums],
+        *,
+        iteration: int,
+        writers: Writers = Writers(),
+        name: str = "validation",
     ) -> None:
-        """Log losses and state changes of k = 1, 2, ... of one evaluation; empties ``sums``."""
+        """Log losses and state changes of k = 1, 2, ... of one evaluation; empties ``sums``.
+
+        Args:
+            name: of the evaluated set: ``validation``, ``test``, or one of several validation sets.
+        """
         losses: dict[int, float] = {}
         changes: dict[int, float] = {}
         if self.last_stage:
@@ -252,16 +262,20 @@ class MetricsLog:
         sums.clear()
         if not self.speaks or not losses:
             return
-        print(" latent validation by pass |    k |      loss | state change", flush=True)
+        title = f" latent {name} by pass"
+        print(f"{title} |    k |      loss | state change", flush=True)
         for k, loss in losses.items():
             change = f"{changes[k]:12.5f}" if k in changes else " " * 12
-            print(f"                           | {k:4d} | {loss:9.5f} | {change}", flush=True)
-        values = {f"validation loss pass {k}": loss for k, loss in losses.items()}
-        values |= {f"state change pass {k}": change for k, change in changes.items()}
+            print(f"{' ' * len(title)} | {k:4d} | {loss:9.5f} | {change}", flush=True)
+        values = {f"{name} loss pass {k}": loss for k, loss in losses.items()}
+        # The curves of the one validation set that most runs have keep their short names.
+        where = "" if name == "validation" else f" {name}"
+        values |= {f"state change{where} pass {k}": change for k, change in changes.items()}
         writers.write(values, iteration)
         self._write(
             {
                 "kind": "evaluation",
+                "set": name,
                 "iteration": iteration,
                 "loss_per_pass": {str(k): v for k, v in losses.items()},
                 "state_change": {str(k): v for k, v in changes.items()},
@@ -286,4 +300,13 @@ class MetricsLog:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / METRICS_FILE).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become texts, which ``float()`` reads back."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ def run(config: Config, profiler: Any = None) -> None:
 
     from megalatent.model.layers import layer_spec, unscale_branches
     from megalatent.training.data import dataset_provider
+    from megalatent.training.exits import TrainingStopped, why_it_ends
 
     # Megatron parses the command line, in several places.
     sys.argv = [sys.argv[0], *config.megatron_argv()]
@@ -66,9 +67,12 @@ def run(config: Config, profiler: Any = None) -> None:
             container, dataset_provider, ModelType.encoder_or_decoder, forward_step_func=None
         )
     except BaseException as error:
-        in_order = isinstance(error, SystemExit) and error.code in (None, 0)
-        session.ends(None if in_order else error)
-        raise
+        cause = why_it_ends(error)
+        # All ranks decide together to stop: none is the cause for the others.
+        session.ends(None if isinstance(cause, TrainingStopped) else cause)
+        if cause is None or cause is error:
+            raise
+        raise cause from None
     session.ends(None)
 
 
@@ -130,6 +134,7 @@ class Session:
         self._schedule: Any = None
         self._scheduler: Any = None  # of the learning rate; None if the run does not train
         self._metrics: Any = None
+        self._sets: Iterator[str] = iter(())  # names of those still to be evaluated
 
     # -- model ------------------------------------------------------------------------------
 
@@ -170,6 +175,7 @@ class Session:
             ),
         )
         around(training, "setup_model_and_optimizer", self._setup)
+        around(training, "evaluate_and_print_results", self._evaluate_sets)
         around(training, "evaluate", self._evaluate)
         around(training, "training_log", self._after_step)
         if self._profiler is not None:
@@ -201,12 +207,14 @@ class Session:
 
     def _checkpoint_args(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+            from megalatent.training.changes import changes
             from megalatent.training.metrics import RunState
 
             saved = getattr(checkpoint_args, "latent_state", None)
             if saved is not None and not self.args.finetune:
                 self.state.__dict__.update(RunState.from_dict(saved).__dict__)
-            _say_changes(getattr(checkpoint_args, "latent_config", None), self.args.latent_config)
+            for line in changes(checkpoint_args, self.args, self.config.latent.passes.schedule):
+                _print_rank_0(line)
             return original(checkpoint_args, *args, **kwargs)
 
         return check_checkpoint_args
@@ -269,6 +277,19 @@ class Session:
             )
             schedule.train_sums.clear()
 
+    def _evaluate_sets(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        from megalatent.training.evaluated_sets import set_names
+
+        # Megatron evaluates the sets one by one, and says which they are only here.
+        def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
+            self._sets = set_names(prefix, self.args)
+            if prefix.endswith(" on test set"):
+                # Megatron would write the test set's points over those of validation.
+                kwargs["write_to_tensorboard"] = False
+            return original(prefix, *args, **kwargs)
+
+        return evaluate_and_print_results
+
     def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             schedule = self.schedule()
@@ -278,6 +299,7 @@ class Session:
                 schedule.eval_sums,
                 iteration=self.iteration or self.args.iteration,
                 writers=_writers(),
+                name=next(self._sets, "validation"),
             )
             return result
 
@@ -352,21 +374,6 @@ def _groups_of_fusion() -> list[Any]:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_model_parallel_group(),
     ]
-
-
-def _say_changes(before: Any, now: dict[str, Any]) -> None:
-    """Name the latent options that differ from the checkpoint's: resuming then changes the run."""
-    if before is None:
-        return
-    changed = [
-        f"latent.{section}.{key}: {before[section].get(key)!r} -> {value!r}"
-        for section, values in now.items()
-        if isinstance(values, dict) and isinstance(before.get(section), dict)
-        for key, value in values.items()
-        if before[section].get(key) != value
-    ]
-    if changed:
-        _print_rank_0(f" latent options changed since the checkpoint: {'; '.join(changed)}")
 
 
 def save_folder(args: Any) -> Path | None:

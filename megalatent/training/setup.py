@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalatent import kernels
 from megalatent.config import Config
+from megalatent.launch.rank import report
 from megalatent.model.batch import RowSettings
 from megalatent.passes.costs import Costs
 from megalatent.passes.sampling import PassSampler
@@ -49,6 +50,7 @@ def make_schedule(config: Config, args: Any) -> LatentSchedule:
     data = DataSettings(
         seq_length=args.seq_length,
         end_of_document=get_tokenizer().eod,
+        vocabulary=get_tokenizer().vocab_size,
         packed=bool(args.sft or args.dataloader_inter_document_masking),
         attention_mask=args.create_attention_mask_in_dataloader,
         rows=rows,
@@ -76,6 +78,7 @@ def make_schedule(config: Config, args: Any) -> LatentSchedule:
             latent.passes.timeout_seconds,
             folder / "stalls" if folder else None,
             name=f"rank {torch.distributed.get_rank()}",
+            report=lambda text, follows: report(text, follows=follows),
         ),
         check_losses=_check_losses(args),
         costs=Costs.load(latent.passes.costs) if latent.passes.costs else Costs(),

@@ -307,11 +307,21 @@ def last_stage(outcomes: list[Outcome]) -> Outcome:
     return next(o for o in outcomes if any("loss" in seen for seen in o.log.values()))
 
 
-def metrics(folder: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
-    """Records of `metrics.jsonl` by iteration; of a repeated iteration the last one."""
+def metrics(
+    folder: Path, kind: str = "train", name: str = "validation"
+) -> dict[int, dict[str, Any]]:
+    """Records of `metrics.jsonl` by iteration; of a repeated iteration the last one.
+
+    Args:
+        name: of the set, for evaluations.
+    """
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    return {record["iteration"]: record for record in records if record["kind"] == kind}
+    return {
+        record["iteration"]: record
+        for record in records
+        if record["kind"] == kind and record.get("set", name) == name
+    }
 
 
 def losses(folder: Path) -> dict[int, dict[str, float]]:

@@ -15,7 +15,7 @@ PASSES = 12  # training goes to 2
 EVALUATED = {
     "eval_interval": 2,
     "eval_iters": 2,
-    "split": "80,20,0",
+    "split": "70,20,10",
     "train_iters": 3,
 }
 
@@ -57,6 +57,18 @@ def _one_more_step(folder: Path, save: Path, ranks: int, options: dict[str, Any]
 @pytest.fixture(scope="module")
 def reference(one_rank: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return _one_more_step(one_rank[0], tmp_path_factory.mktemp("reference"), 1, {})
+
+
+def test_the_test_set_is_told_from_validation(one_rank: Any) -> None:
+    """Both are evaluated after the last step."""
+    folder, outcomes, records = one_rank
+    tested = metrics(folder / "run1", "evaluation", "test")
+    assert list(tested) == [3]
+    assert list(tested[3]["loss_per_pass"]) == list(records[3]["loss_per_pass"])
+    assert tested[3]["loss_per_pass"] != records[3]["loss_per_pass"]  # other documents
+    printed = outcomes[0].printed
+    assert printed.count(" latent test by pass |") == 1
+    assert printed.count(" latent validation by pass |") >= 2
 
 
 def test_every_pass_is_printed_and_written(one_rank: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.harness import RankError
 from tests.training.runs import (
     configuration,
     last_stage,
@@ -53,6 +54,23 @@ def _assert_goes_on(folder: Path, done: int, total: int) -> None:
     assert all(len(passes) > 1 for passes in drawn)
     counts = _counts(folder / "whole")
     assert _counts(folder / "resumed") == {step: counts[step] for step in resumed}
+
+
+def test_a_longer_run_must_say_so(tmp_path: Path) -> None:
+    """The learning rate decays until the end, which would move: and the phases move with it."""
+    save = str(tmp_path / "run")
+    options = {"lr_decay_iters": None, "save": save, "load": save, "seed": 7}
+    train(configuration(tmp_path, {"seed": 5, **LATENT}, train_iters=2, **options))
+    longer = configuration(tmp_path, {"seed": 6, **LATENT}, train_iters=4, **options)
+    with pytest.raises(RankError) as caught:
+        train(longer)
+    said = str(caught.value)
+    assert "UserError: megatron.train_iters" in said
+    assert "the checkpoint was trained with 8, and this run has 16 samples" in said
+    assert "megatron.override_opt_param_scheduler: true" in said
+    # Said before, and on one line each.
+    assert "latent options changed since the checkpoint: latent.seed: 5 -> 6\n" in said
+    assert "begin at iterations 0, 2 instead of 0, 1\n" in said
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import importlib.util
 import io
-import itertools
 import linecache
 import os
 import traceback
@@ -26,7 +25,9 @@ from megalatent.config_megatron import options, parse
 from megalatent.config_model import check_model
 from megalatent.config_optimizer import check_optimizer
 from megalatent.config_parallel import check_parallel
+from megalatent.config_passes import check_kernel, check_passes_of_run
 from megalatent.config_profile import check_profile
+from megalatent.config_ranges import check_ranges
 from megalatent.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,10 +49,15 @@ _REQUIRED = {
 _EMERGING_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
 
 
-def check(config: Config, world_size: int) -> None:
-    """Raise a `UserError` for the first contradiction in `config` on `world_size` processes."""
+def check(config: Config, world_size: int, *, checkpoints_repaired: bool = False) -> None:
+    """Raise a `UserError` for the first contradiction in `config` on `world_size` processes.
+
+    Args:
+        checkpoints_repaired: as for `Config.check`.
+    """
     args = parse(config.megatron_argv())
     _check_required(args)
+    check_ranges(args)
     _check_values(args)
     check_model(config.latent.model, args)
     _check_packages(args)
@@ -59,9 +65,9 @@ def check(config: Config, world_size: int) -> None:
     check_parallel(args, world_size)
     check_fp8(config, args)
     _check_batches(args)
-    _check_phases(config, args)
-    _check_recomputation(config, args)
-    check_files(args, config.latent.passes.costs)
+    check_passes_of_run(config, args)
+    check_kernel(config, args)
+    check_files(args, config.latent.passes.costs, checkpoints_repaired=checkpoints_repaired)
     check_costs(args, config.latent.passes.costs)
     check_profile(config.latent.profile, args)
     _check_by_megatron(args, world_size)
@@ -91,29 +97,6 @@ def _check_required(args: argparse.Namespace) -> None:
 
 
 def _check_values(args: argparse.Namespace) -> None:
-    for name in (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "ffn_hidden_size",
-        "seq_length",
-        "micro_batch_size",
-        "global_batch_size",
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "eval_interval",
-        "log_interval",
-        "save_interval",
-    ):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"megatron.{name}: {value} is not positive: give 1 or more")
-    for name in ("hidden_dropout", "attention_dropout"):
-        value = getattr(args, name)
-        if not 0 <= value < 1:
-            raise UserError(f"megatron.{name}: {value} is no probability: give 0 up to 1")
     if args.bf16 and args.fp16:
         raise UserError("megatron.fp16: true is given besides bf16: true: keep one")
     if args.min_lr > args.lr:
@@ -214,35 +197,23 @@ def _check_batches(args: argparse.Namespace) -> None:
         )
 
 
-def _check_recomputation(config: Config, args: argparse.Namespace) -> None:
-    given = args.recompute_granularity or ("selective" if args.recompute_activations else None)
-    if given is not None and config.latent.passes.recomputes:
-        raise UserError(
-            f"megatron.recompute_granularity: {given!r} is given besides latent.passes.recompute,"
-            " which switches full recomputation pass by pass: keep one"
-        )
-
-
-def _check_phases(config: Config, args: argparse.Namespace) -> None:
-    phases = config.latent.passes.schedule
-    if args.train_iters is None:
-        return
-    starts = [
-        phase.start * args.train_iters if isinstance(phase.start, float) else phase.start
-        for phase in phases
-    ]
-    for i, (before, after) in enumerate(itertools.pairwise(starts), 1):
-        if after <= before:
-            raise UserError(
-                f"latent.passes.schedule.{i}.start: {phases[i].start} does not come after"
-                f" {phases[i - 1].start} in a run of {args.train_iters} iterations:"
-                " order the phases by their start"
-            )
-
-
 def validated(config: Config, world_size: int) -> tuple[argparse.Namespace, Any]:
     """Megatron's arguments and `TransformerConfig` of a run that has been checked."""
     return _check_by_megatron(parse(config.megatron_argv()), world_size)
+
+
+# Its checks divide, index and look up before they have checked.
+_MEGATRONS_REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    SystemExit,
+    TypeError,
+    ValueError,
+)
 
 
 def _check_by_megatron(args: argparse.Namespace, world_size: int) -> tuple[argparse.Namespace, Any]:
@@ -256,7 +227,7 @@ def _check_by_megatron(args: argparse.Namespace, world_size: int) -> tuple[argpa
         with _without_device(arguments), _quiet():
             arguments.validate_args(args)
             return args, arguments.core_transformer_config_from_args(args)
-    except (AssertionError, ValueError, RuntimeError, TypeError, ImportError, SystemExit) as error:
+    except _MEGATRONS_REFUSALS as error:
         raise UserError(f"megatron: {_explain(error)}: correct the option") from None
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megalatent.config_model import ModelConfig, depth_multiplier
 from megalatent.config_optimizer import DecayPhaseConfig, NorMuonConfig
+from megalatent.config_paths import expanded
 from megalatent.config_profile import ProfileConfig
 from megalatent.config_schedule import PhaseConfig, check_passes, read_schedule
 from megalatent.config_values import choose, read_dataclass, require
@@ -85,6 +86,13 @@ def _fill_nulls(given: Mapping[str, Any], megatron: Mapping[str, Any]) -> dict[s
     from megalatent.config_megatron import value_of
 
     fusion = dict(given.get("fusion") or {})
+    if fusion.get("kind") == "none":
+        for name in ("jitter", "prefix_mixin"):
+            if fusion.get(name):
+                raise UserError(
+                    f"latent.fusion.{name}: {fusion[name]} has no effect with kind: none: leave it"
+                    " out, or choose a fusion"
+                )
     kind = fusion.setdefault("kind", FusionConfig().kind)
     jitter, mixin = 0.0, False
     if kind != "none":
@@ -122,6 +130,11 @@ def _read_recompute(value: object, where: str) -> Recompute | dict[int, Recomput
     return result
 
 
+def _read_path(value: object, where: str) -> str | None:
+    require(value is None or isinstance(value, str), where, value, "is no path", "write a path")
+    return expanded(value) if isinstance(value, str) else None
+
+
 _DEFAULT_SCHEDULE = (PhaseConfig(start=0, mixture={1: 0.75, 2: 0.25}),)
 
 
@@ -154,7 +167,7 @@ class PassesConfig:
     )
     max_in_flight: int | None = None
     timeout_seconds: float = 600.0
-    costs: str | None = None
+    costs: str | None = field(default=None, metadata={"read": _read_path})
 
     def __post_init__(self) -> None:
         where = "latent.passes"
@@ -179,11 +192,11 @@ class PassesConfig:
             "give 1 or more chunk visits, or null for no cap",
         )
         require(
-            math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0,
+            math.isfinite(self.timeout_seconds) and self.timeout_seconds >= 1,
             f"{where}.timeout_seconds",
             self.timeout_seconds,
             "is no time to wait",
-            "give more than 0 seconds",
+            "give 1 second or more",
         )
 
     @property
@@ -245,7 +258,13 @@ class LatentConfig:
     decay_phase: DecayPhaseConfig = field(default_factory=DecayPhaseConfig)
 
     def __post_init__(self) -> None:
-        require(self.seed >= 0, "latent.seed", self.seed, "is negative", "give 0 or more")
+        require(
+            0 <= self.seed < 2**64,
+            "latent.seed",
+            self.seed,
+            "is negative or has more than 64 bits",
+            "give 0 to 2**64 - 1",
+        )
         if not self.fusion.fuses and self.passes.max_passes > 1:
             raise UserError(
                 f"latent.passes.schedule: K = {self.passes.max_passes} with latent.fusion.kind:"

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
+from megalatent.config_paths import expanded
 from megalatent.config_refused import refuse
 from megalatent.config_values import describe, nearest
 from megalatent.errors import UserError
@@ -155,7 +157,14 @@ def _read_value(option: Option, value: Any) -> Any:
         )
     if nargs == "+" and not items:
         raise UserError(f"{where}: the list is empty: {option.flag} takes one value or more")
-    return [_read_item(option, item, f"{where}.{i}") for i, item in enumerate(items)]
+    read = [_read_item(option, item, f"{where}.{i}") for i, item in enumerate(items)]
+    for i, item in enumerate(read):
+        if isinstance(item, str) and re.match(r"-(?![\d.])", item):
+            raise UserError(
+                f"{where}.{i}: {item!r} begins with a dash, which Megatron takes for an option:"
+                f" write ./{item}"
+            )
+    return read
 
 
 def _read_item(option: Option, value: Any, where: str) -> Any:
@@ -170,7 +179,7 @@ def _read_item(option: Option, value: Any, where: str) -> Any:
         _expect(isinstance(value, bool), where, value, "true or false")
     elif kind in (None, str):
         _expect(isinstance(value, str) or number, where, value, "text")
-        value = str(value)
+        value = expanded(str(value))
     else:
         return _read_special(option, value, where)
     choices = option.choices

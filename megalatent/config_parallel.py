@@ -189,9 +189,9 @@ def _check_own_stage(args: argparse.Namespace, name: str, own: int, pp: int) -> 
             f"megatron.{name}: {own} needs pipeline parallelism, but pipeline_model_parallel_size"
             " is 1: leave it out, or raise the size"
         )
-    if not 0 <= own <= args.num_layers:
+    if not 1 <= own <= args.num_layers:
         raise UserError(
-            f"megatron.{name}: {own} is not between 0 and num_layers: {args.num_layers}: change it"
+            f"megatron.{name}: {own} is not between 1 and num_layers: {args.num_layers}: change it"
         )
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
     if own % chunks:

@@ -21,6 +21,26 @@ __all__ = ["read_yaml", "parse_scalar", "apply_overrides"]
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2 scalars that refuses a key given twice."""
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> str:
+        text = str(super().construct_scalar(node))
+        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text):
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                "the text has a null or half of a character (a lone surrogate) in it",
+                node.start_mark,
+            )
+        return text
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            # PyYAML's constructors take it on trust that `!!int x` is a number.
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{_shortened(str(node.value))!r} is no {kind} that can be read"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
@@ -68,6 +88,23 @@ def _one_line(error: yaml.YAMLError) -> str:
     return f"{where}{problem}"
 
 
+def _load(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        yaml.YAMLError: not YAML, a value that is not of the type it is marked with, or nested too
+            deeply.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
@@ -82,7 +119,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"{path}: cannot be read ({reason}): give a YAML config file") from None
     try:
-        value = yaml.load(text, _Loader)
+        value = _load(text)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {_one_line(error)}") from None
     if not isinstance(value, dict):
@@ -99,7 +136,7 @@ def parse_scalar(text: str) -> Any:
     Raises:
         yaml.YAMLError: not a YAML value.
     """
-    return yaml.load(text, _Loader)
+    return _load(text)
 
 
 def apply_overrides(config: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -123,7 +160,8 @@ def apply_overrides(config: dict[str, Any], overrides: Iterable[str]) -> dict[st
             value = parse_scalar(text)
         except yaml.YAMLError as error:
             raise UserError(
-                f"--set {override}: the value is not valid YAML ({_one_line(error)}): quote it"
+                f"--set {_shortened(override)}: the value is not valid YAML ({_one_line(error)}):"
+                " quote it"
             ) from None
         result = _with_value(result, keys, value, override)
     return result
@@ -136,7 +174,7 @@ def _with_value(node: Any, keys: list[str], value: Any, override: str) -> Any:
     if node is None:
         node = {}
     if isinstance(node, list):
-        if not key.isdigit() or int(key) >= len(node):
+        if not _is_number(key) or int(key) >= len(node):
             raise UserError(
                 f"--set {override}: {key!r} is no index of a list of {len(node)}:"
                 f" give a number from 0 to {len(node) - 1}"
@@ -149,5 +187,10 @@ def _with_value(node: Any, keys: list[str], value: Any, override: str) -> Any:
             " set the section itself, or shorten the path"
         )
     # Passes are numbers in the file: `recompute.3` must find the key 3.
-    found: Any = int(key) if key.isdigit() else key
+    found: Any = int(key) if _is_number(key) else key
     return {**node, found: _with_value(node.get(found), rest, value, override)}
+
+
+def _is_number(key: str) -> bool:
+    """Whether it is written in ASCII digits; a longer number than any list or K is none."""
+    return key.isascii() and key.isdigit() and len(key) < 10

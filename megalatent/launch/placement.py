@@ -43,13 +43,14 @@ def find_place(environ: Mapping[str, str]) -> Joined | None:
                     f"RANK and WORLD_SIZE are set and {name} is not: start with torchrun, which"
                     " sets them all, or unset RANK"
                 )
-        rank = _number(environ, "RANK")
+        rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+        _check_place("RANK", rank, "WORLD_SIZE", world_size)
         local_rank = environ.get("LOCAL_RANK", "0")
         return Joined(
             launcher="torchrun",
             rank=rank,
             local_rank=_number({"LOCAL_RANK": local_rank}, "LOCAL_RANK"),
-            world_size=_number(environ, "WORLD_SIZE"),
+            world_size=world_size,
             environment={"LOCAL_RANK": local_rank},
         )
     # A batch script has SLURM_PROCID and SLURM_NTASKS too; only inside a step of srun are there
@@ -65,6 +66,7 @@ def find_place(environ: Mapping[str, str]) -> Joined | None:
 
 def _join_slurm(environ: Mapping[str, str], world_size: int) -> Joined:
     rank = _number(environ, "SLURM_PROCID")
+    _check_place("SLURM_PROCID", rank, "SLURM_NTASKS", world_size)
     local_rank = _number(environ, "SLURM_LOCALID")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
     port = _FIRST_PORT + _number(environ, "SLURM_JOB_ID") % _PORTS
@@ -92,9 +94,17 @@ def first_host(nodes: str) -> str:
     return prefix + (number or "") + suffix
 
 
+def _check_place(rank_name: str, rank: int, size_name: str, world_size: int) -> None:
+    if not rank < world_size:
+        raise UserError(
+            f"{rank_name}: {rank} in the environment is no rank of {size_name}: {world_size}"
+            " processes, which count from 0: unset both, or correct them"
+        )
+
+
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise UserError(
             f"{name}: {text!r} in the environment is no number: unset it, or correct it"
         )

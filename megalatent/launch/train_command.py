@@ -94,6 +94,11 @@ def run_train_command(args: argparse.Namespace) -> int:
         if place is not None and place.local_rank != 0:
             return 2  # every rank finds the same mistake: one a node says so
         raise
+    if not args.dry_run and (place is None or place.rank == 0):
+        from megalatent.config_passes import notes
+
+        for note in notes(config):
+            print(f"megalatent: note: {note}", file=sys.stderr, flush=True)
     if args.dry_run:
         if place is None or place.rank == 0:
             print(describe_run(config, world_size), end="")
@@ -120,8 +125,8 @@ def load_config(args: argparse.Namespace, place: Joined | None) -> tuple[Config,
     from megalatent.config import Config
 
     config = Config.load(args.config, args.overrides)
-    world_size = place.world_size if place else args.nproc or default_nproc(config)
     try:
+        world_size = place.world_size if place else args.nproc or default_nproc(config)
         config.check(world_size)
     except UserError as error:
         raise UserError(f"{args.config}: {error}") from None
@@ -175,8 +180,10 @@ def describe_run(config: Config, world_size: int) -> str:
             f"#   megatron.{name}: {config.megatron[name]} ({reason})"
             for name, reason in config.filled_in.items()
         ]
+    from megalatent.config_passes import notes
     from megalatent.training.estimate import describe
 
+    lines += [f"# note: {note}" for note in notes(config)]
     lines += ["", *(f"# {line}" for line in describe(config, world_size))]
     lines += ["", "# Megatron's command line:", shlex.join(config.megatron_argv())]
     return "\n".join(lines) + "\n"

@@ -37,6 +37,7 @@ CHECKS: dict[str, tuple[Check, int]] = {
     "bandwidth": (gpu_check_kernels.bandwidth, 60),
     "share": (gpu_check_kernels.share_of_a_step, 10),
     "training": (gpu_check_training.against_cpu, 150),
+    "layers": (gpu_check_training.layers, 60),
     "fp8": (gpu_check_training.fp8, 60),
 }
 

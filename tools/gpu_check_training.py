@@ -18,7 +18,7 @@ import yaml
 
 from tools.gpu_check_report import Outcome
 
-__all__ = ["against_cpu", "fp8"]
+__all__ = ["against_cpu", "fp8", "layers"]
 
 PASSES = (1, 2, 3)
 # bfloat16 keeps 8 bits: losses near 6 then differ by some 1e-2.
@@ -99,6 +99,43 @@ def fp8(device: str) -> Iterator[Outcome]:
             yield Outcome.of(f"{name} {label}", worst <= min(0.1, fell / 4), detail)
 
 
+def layers(device: str) -> Iterator[Outcome]:
+    """The full-bandwidth layers on the card and on the CPU, from each other's checkpoints.
+
+    A small model learns the rows of the mock data on the CPU. Its loss is far below a fresh
+    model's, so layers that compute something else, or weights that end up elsewhere, show.
+    """
+    model = {"attention_gate": True, "sandwich_norm": True, "residual_multiplier": "depth"}
+    options = {
+        "qk_layernorm": True,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "window_size": [31, 0],
+        "window_attn_skip_freq": 2,
+    }
+    card = {"bf16": True} if device == "cuda" else {}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max_workers=2) as pool:
+        folder = Path(name)
+
+        def start(run: str, where: str, more: dict[str, Any]) -> Any:
+            given = options | (card if where == device else {}) | more
+            return pool.submit(_train, folder / run, 2, where, given, model=model)
+
+        learnt, _ = start("first", "cpu", {"train_iters": 30, "lr": 3.0e-3}).result()
+        resumed = {"finetune": True, "train_iters": 1, "lr": 0.0}
+        load = {"load": str(folder / "first" / "checkpoints")}
+        there = start("there", device, resumed | load)
+        here = start("here", "cpu", resumed | load)
+        (wanted, _), (found, _) = here.result(), there.result()
+        load = {"load": str(folder / "there" / "checkpoints")}
+        back, _ = start("back", "cpu", resumed | load).result()
+    fell = min(a - b for a, b in zip(learnt[0], wanted[0], strict=True))
+    for what, losses in (("the CPU's checkpoint", found), ("a checkpoint back on the CPU", back)):
+        worst = _worst(losses, wanted)
+        detail = f"losses differ by {worst:.1e}, after falling by {fell:.2f}"
+        yield Outcome.of(f"full-bandwidth layers, {what}", worst <= min(0.02, fell / 4), detail)
+
+
 def _worst(losses: list[list[float]], others: list[list[float]]) -> float:
     rows = zip(losses, others, strict=True)
     return max(abs(a - b) for row, other in rows for a, b in zip(row, other, strict=True))
@@ -110,6 +147,7 @@ def _train(
     device: str,
     options: dict[str, Any],
     fusion: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
 ) -> tuple[list[list[float]], str]:
     """Losses `[step][pass]` of a few steps, and the log.
 
@@ -120,6 +158,7 @@ def _train(
     config = folder / "config.yaml"
     given = _config(folder, passes, device, options)
     given["latent"]["fusion"] |= fusion or {}
+    given["latent"]["model"] = model or {}
     config.write_text(yaml.safe_dump(given))
     environment = dict(os.environ)
     if device == "cpu":

@@ -15,6 +15,8 @@ from megalatent.errors import UserError
 __all__ = ["Costs"]
 
 PerStage = float | tuple[float, ...]
+#: Sums over all actions, and differences between them, then remain numbers.
+_LEAST, _MOST = 1e-100, 1e100
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,17 @@ class Costs:
                 raise UserError(f"cost {field.name} is {list(value)}; give one number")
             try:
                 numbers = tuple(float(x) for x in (value if many else [value]))
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise UserError(f"cost {field.name} is {value!r}; give numbers") from None
             signed = field.name.startswith("extra_")
             if not numbers or not all(math.isfinite(x) and (signed or x >= 0) for x in numbers):
                 raise UserError(
                     f"cost {field.name} is {value!r}; give finite numbers that are not negative"
+                )
+            if any(x and not _LEAST <= abs(x) <= _MOST for x in numbers):
+                raise UserError(
+                    f"cost {field.name} is {value!r}; give 0 or numbers from {_LEAST:g} to "
+                    f"{_MOST:g}, if need be in another unit of time"
                 )
             object.__setattr__(self, field.name, numbers if many else numbers[0])
 
@@ -76,10 +83,10 @@ class Costs:
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Costs:
         """Costs from a JSON file. Raises UserError if it holds no costs, OSError if absent."""
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             try:
                 values = json.load(file)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path} is no JSON file: {error}") from None
         if not isinstance(values, dict):
             raise UserError(f"{path} must hold one JSON object with costs by name")

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 __all__ = [
+    "MOST_ACTIONS",
     "Action",
     "Costs",
     "Plan",
     "Planner",
+    "check_sizes",
     "dependencies",
     "make_plan",
     "next_backward",
@@ -36,7 +38,7 @@ __all__ = [
 ]
 
 #: Beyond this a plan would take minutes and gigabytes; the largest in use are far below.
-_MOST_ACTIONS = 10_000_000
+MOST_ACTIONS = 10_000_000
 
 
 class Action(NamedTuple):
@@ -161,7 +163,7 @@ def make_plan(
     """
     from megalatent.passes.strategies.search import best_lists
 
-    given = _checked(stages, chunks, passes, max_in_flight, forward_only)
+    given = check_sizes(stages, chunks, passes, max_in_flight, forward_only)
     ordered = tuple(sorted(given, reverse=True))
     strategy, actions = best_lists(
         stages, chunks, ordered, costs or Costs(), max_in_flight, forward_only
@@ -169,13 +171,14 @@ def make_plan(
     return _relabel(Plan(stages, chunks, ordered, strategy, actions, forward_only), given)
 
 
-def _checked(
+def check_sizes(
     stages: int,
     chunks: int,
     passes: Sequence[int],
-    max_in_flight: int | None,
-    forward_only: bool,
+    max_in_flight: int | None = None,
+    forward_only: bool = False,
 ) -> tuple[int, ...]:
+    """The passes; raises UserError for what `make_plan` cannot plan."""
     for name, value in (("stages", stages), ("chunks", chunks)):
         if value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
@@ -192,10 +195,10 @@ def _checked(
             f"holds {least} activations on each rank; give at least {least}"
         )
     size = 2 * stages * chunks * sum(given)
-    if size > _MOST_ACTIONS:
+    if size > MOST_ACTIONS:
         raise UserError(
             f"a plan for {stages} stages, {chunks} chunk(s) and {sum(given)} passes in all has "
-            f"{size} actions, more than {_MOST_ACTIONS}; plan a smaller step"
+            f"{size} actions, more than {MOST_ACTIONS}; plan a smaller step"
         )
     return given
 

@@ -8,10 +8,9 @@ import shutil
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalatent.errors import UserError
+from megalatent.errors import UserError, describe_os_error
 from megalatent.passes.costs import Costs
 from megalatent.passes.plan import Plan, make_plan
 from megalatent.passes.plan_options import add_plan_parser, read_costs, read_sizes, read_width
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_plan_parser", "run_plan_command"]
 
+#: Every way to divide them is looked at.
+_MOST_LAYERS = 10_000
+
 
 def run_plan_command(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises UserError for a mistake in `args`."""
@@ -33,7 +35,7 @@ def run_plan_command(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise  # the reader of our output has had enough: no mistake
     except OSError as error:
-        raise UserError(f"cannot use {error.filename}: {error.strerror}") from None
+        raise UserError(f"cannot use {describe_os_error(error) or error}") from None
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -49,31 +51,41 @@ def _run(args: argparse.Namespace) -> int:
         shown = _checked(args, costs)
     else:
         shown = _planned(args, costs)
+    timeline = ""
+    if width != 0 and args.json != "-":
+        color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
+        timeline = render_timeline(shown.plan, shown.simulation, width=width, color=color)
+    values = to_json(shown) | ({} if split is None else {"split": _split_json(*split)})
+    in_json = json.dumps(values, indent=2) + "\n"
+    _write_files(args, shown, in_json)
+    if args.json == "-":
+        sys.stdout.write(in_json)
+        return 0
+    print(table(shown))
+    if split is not None:
+        print(_split_table(*split))
+    if timeline:
+        print(f"\n{timeline}")
+    return 0
+
+
+def _write_files(args: argparse.Namespace, shown: Report, in_json: str) -> None:
+    from megalatent.passes.plan_files import write_files
+
+    texts: dict[str, tuple[str, str]] = {}
     if args.svg is not None:
         from megalatent.passes.render_svg import render_svg
 
         title = f"{shown.plan.strategy}: makespan {shown.simulation.makespan:g}"
         svg = render_svg(shown.plan, shown.simulation, title=title, lower_bound=shown.lower_bound)
-        Path(args.svg).write_text(svg, encoding="utf-8")
+        texts["--svg"] = args.svg, svg
     if args.csv is not None:
-        from megalatent.passes.plan_csv import write_csv
+        from megalatent.passes.plan_csv import csv_text
 
-        write_csv(args.csv, shown.plan, shown.simulation)
-    if args.json is not None:
-        values = to_json(shown) | ({} if split is None else {"split": _split_json(*split)})
-        text = json.dumps(values, indent=2) + "\n"
-        if args.json == "-":
-            sys.stdout.write(text)
-            return 0
-        Path(args.json).write_text(text, encoding="utf-8")
-    print(table(shown))
-    if split is not None:
-        print(_split_table(*split))
-    if width != 0:
-        color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
-        print()
-        print(render_timeline(shown.plan, shown.simulation, width=width, color=color))
-    return 0
+        texts["--csv"] = args.csv, csv_text(shown.plan, shown.simulation)
+    if args.json not in (None, "-"):
+        texts["--json"] = args.json, in_json
+    write_files(texts)
 
 
 def _planned(args: argparse.Namespace, costs: Costs) -> Report:
@@ -110,6 +122,9 @@ def _agree(args: argparse.Namespace, plan: Plan) -> None:
     """What is given besides the file must be what the file holds."""
     if args.passes is not None or args.mixture is not None:
         raise UserError("--check takes the passes from the file; leave --passes and --mixture out")
+    for name in ("seed", "iteration", "draw"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--check takes the passes from the file; leave --{name} out")
     if args.forward_only and not plan.forward_only:
         raise UserError(f"--forward-only is given, but the plan in {args.check} has backwards")
     for name, value in (
@@ -153,8 +168,8 @@ def _split(args: argparse.Namespace, costs: Costs) -> tuple[tuple[Split, Split],
 
 def _one_layer(costs: Costs, parts: int, layers: int) -> Costs:
     """Stage costs are those of a virtual stage with `layers / parts` layers."""
-    if layers < 1:
-        raise UserError(f"--layers is {layers}; it must be at least 1")
+    if not 1 <= layers <= _MOST_LAYERS:
+        raise UserError(f"--layers is {layers}; give a number from 1 to {_MOST_LAYERS}")
     named = ("forward", "backward", "extra_forward", "extra_backward")
     values: dict[str, Any] = {}
     for name in named:
@@ -193,7 +208,15 @@ def _split_table(equal: Split, best: Split) -> str:
     if best.layers == equal.layers:
         lines.append(f"{'':<15} nothing beats the equal split")
     else:
-        gain = 1 - best.simulation.makespan / equal.simulation.makespan
-        lines.append(f"{'':<15} {gain:.1%} less time; to use it:")
+        lines.append(f"{'':<15} {_gain(equal, best)}; to use it:")
         lines.append(f"{'':<15} megatron.pipeline_model_parallel_layout: {layout(best.layers)}")
     return "\n".join(lines)
+
+
+def _gain(equal: Split, best: Split) -> str:
+    """What the best split is better at: time, or memory at much the same time."""
+    gain = 1 - best.simulation.makespan / equal.simulation.makespan
+    if round(gain, 3) > 0:
+        return f"{gain:.1%} less time"
+    most = (max(split.simulation.peak_in_flight) for split in (best, equal))
+    return "the same time, and {} activations at most, not {}".format(*most)

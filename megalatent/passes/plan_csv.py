@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import csv
+import io
 from os import PathLike
 
 from megalatent.errors import UserError
 from megalatent.passes.plan import Action, Plan
 from megalatent.passes.simulate import Simulation
 
-__all__ = ["read_csv", "write_csv"]
+__all__ = ["csv_text", "read_csv", "write_csv"]
 
 _COLUMNS = ("rank", "kind", "micro_batch", "pass", "chunk")
 
 
 def write_csv(path: str | PathLike[str], plan: Plan, simulation: Simulation) -> None:
-    """Write the plan; `start` and `end` are the simulated times, for the reader only."""
+    """Write the plan, as `csv_text` has it."""
     with open(path, "w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow([*_COLUMNS, "start", "end"])
-        for rank, (actions, spans) in enumerate(zip(plan.actions, simulation.spans, strict=True)):
-            for action, (start, end) in zip(actions, spans, strict=True):
-                kind, micro_batch, k, chunk = action
-                rows.writerow([rank, kind, micro_batch, k, chunk, f"{start:.10g}", f"{end:.10g}"])
+        file.write(csv_text(plan, simulation))
+
+
+def csv_text(plan: Plan, simulation: Simulation) -> str:
+    """The plan as CSV; `start` and `end` are the simulated times, for the reader only."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow([*_COLUMNS, "start", "end"])
+    for rank, (actions, spans) in enumerate(zip(plan.actions, simulation.spans, strict=True)):
+        for action, (start, end) in zip(actions, spans, strict=True):
+            kind, micro_batch, k, chunk = action
+            rows.writerow([rank, kind, micro_batch, k, chunk, f"{start:.10g}", f"{end:.10g}"])
+    return text.getvalue()
 
 
 def read_csv(path: str | PathLike[str]) -> Plan:
@@ -37,7 +45,8 @@ def read_csv(path: str | PathLike[str]) -> Plan:
     lists: dict[int, list[Action]] = {}
     passes: dict[int, int] = {}
     chunks = 1
-    with open(path, encoding="utf-8", newline="") as file:
+    # Excel begins its files with a byte-order mark.
+    with open(path, encoding="utf-8-sig", newline="") as file:
         try:
             rows = csv.DictReader(file)
             missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from megalatent.config_schedule import read_mixture
 from megalatent.errors import UserError
 from megalatent.passes.costs import Costs
+from megalatent.passes.plan import MOST_ACTIONS
+from megalatent.passes.render import MOST_COLUMNS
 
 __all__ = ["Sizes", "add_plan_parser", "apportion", "read_costs", "read_sizes", "read_width"]
 
@@ -51,6 +53,12 @@ def add_plan_parser(subparsers: Any) -> None:
     )
     add("--seed", type=int, help="instead draw K from the mixture as training with this seed does")
     add("--iteration", type=int, metavar="N", help="… in this iteration (default 0)")
+    add(
+        "--draw",
+        choices=("batch", "micro_batch"),
+        help="… one K per batch or one per micro-batch, as latent.passes.draw (default "
+        f"{_default_draw()})",
+    )
     add("--max-in-flight", type=int, metavar="N", help="most activations a stage may hold")
     add("--forward-only", action="store_true", help="plan an evaluation step")
     add("--check", metavar="FILE.csv", help="check a plan from a CSV file instead of making one")
@@ -100,9 +108,14 @@ def read_sizes(args: argparse.Namespace) -> Sizes:
         raise UserError("how many passes? give --passes K or --mixture K:SHARE,… (one of them)")
     if args.micro_batches is not None and args.micro_batches < 1:
         raise UserError(f"--micro-batches is {args.micro_batches}; it must be at least 1")
+    if args.micro_batches is not None and args.micro_batches > MOST_ACTIONS:
+        raise UserError(
+            f"--micro-batches is {args.micro_batches}; a plan has at most {MOST_ACTIONS} "
+            "actions; plan a smaller step"
+        )
     if args.mixture is None:
-        if args.seed is not None or args.iteration is not None:
-            raise UserError("--seed and --iteration go with --mixture")
+        if (args.seed, args.iteration, args.draw) != (None, None, None):
+            raise UserError("--seed, --iteration and --draw go with --mixture")
         passes = _listed(args.passes, args.micro_batches)
     else:
         passes = _mixed(args)
@@ -115,7 +128,7 @@ def _listed(given: Sequence[str], micro_batches: int | None) -> tuple[int, ...]:
         passes = tuple(int(word) for word in words)
     except ValueError:
         raise UserError(
-            f"--passes is {' '.join(given)}; give whole numbers, for example 2 or 1,1,3"
+            f"--passes is {' '.join(given)[:80]}; give whole numbers, for example 2 or 1,1,3"
         ) from None
     if micro_batches is None or len(passes) == micro_batches:
         if micro_batches is None and len(passes) == 1:
@@ -146,18 +159,28 @@ def _mixed(args: argparse.Namespace) -> tuple[int, ...]:
         shares[number] = value
     mixture = read_mixture(shares, "--mixture")
     if args.seed is None:
-        if args.iteration is not None:
-            raise UserError("--iteration goes with --seed")
+        if args.iteration is not None or args.draw is not None:
+            raise UserError("--iteration and --draw go with --seed")
         return apportion(mixture, args.micro_batches)
     from megalatent.passes.sampling import PassSampler
 
     iteration = args.iteration or 0
-    if iteration < 0:
-        raise UserError(f"--iteration is {iteration}; it counts from 0")
+    if not 0 <= iteration < 2**63:
+        raise UserError(f"--iteration is {iteration}; it counts from 0 to 2**63 - 1")
     sampler = PassSampler(
-        [(0, mixture)], train_iters=iteration + 1, seed=args.seed, draw="micro_batch"
+        [(0, mixture)],
+        train_iters=iteration + 1,
+        seed=args.seed,
+        draw=args.draw or _default_draw(),
     )
     return tuple(sampler.passes(iteration, args.micro_batches))
+
+
+def _default_draw() -> Literal["batch", "micro_batch"]:
+    """What training does where the config does not say."""
+    from megalatent.config_latent import PassesConfig
+
+    return PassesConfig().draw
 
 
 def apportion(mixture: Mapping[int, float], count: int) -> tuple[int, ...]:
@@ -196,6 +219,9 @@ def read_width(text: str | None, otherwise: int) -> int | None:
         return otherwise
     if text == "full":
         return None
-    if text.isascii() and text.isdigit():
-        return int(text)
-    raise UserError(f"--width is {text!r}; give a number of columns, 0 or full")
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"--width is {text!r}; give a number of columns, 0 or full")
+    # Leading zeros aside, a number with more digits is larger; Python refuses to read long ones.
+    if len(text.lstrip("0")) > len(str(MOST_COLUMNS)) or int(text) > MOST_COLUMNS:
+        raise UserError(f"--width is {text[:20]}; give {MOST_COLUMNS} columns at most, or full")
+    return int(text)

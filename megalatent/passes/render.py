@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from megalatent.errors import UserError
 from megalatent.passes.costs import Costs
 from megalatent.passes.plan import Action, Plan
 from megalatent.passes.simulate import Simulation, simulate
 
-__all__ = ["axis_ticks", "label", "render_grid", "render_timeline"]
+__all__ = ["MOST_COLUMNS", "axis_ticks", "label", "render_grid", "render_timeline"]
 
 #: 256-colour backgrounds of forward and backward, one shade per pass, and of the head.
 _FORWARD_SHADES = (153, 111, 69, 26)
 _BACKWARD_SHADES = (157, 114, 71, 28)
 _HEAD_SHADE = 209
 _IDLE = "."
+#: No reader has more use for; a timeline of all stages is then written in seconds.
+MOST_COLUMNS = 100_000
 
 
 def render_timeline(
@@ -28,9 +31,17 @@ def render_timeline(
     Args:
         width: columns of the timeline; None for as many as show every action.
         color: shade the passes with terminal colours.
+
+    Raises:
+        UserError: more than `MOST_COLUMNS` columns.
     """
     total = simulation.makespan or 1.0
     columns = width if width is not None else _full_width(simulation)
+    if columns > MOST_COLUMNS:
+        raise UserError(
+            f"showing every action takes {columns:.6g} columns, more than {MOST_COLUMNS}; give "
+            "--width N instead of --width full"
+        )
     step = total / columns
     rows = []
     digits = len(str(plan.stages - 1))

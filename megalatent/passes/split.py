@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megalatent.errors import UserError
 from megalatent.passes.bounds import lower_bound
 from megalatent.passes.costs import Costs
-from megalatent.passes.plan import Plan, make_plan
+from megalatent.passes.plan import Plan, check_sizes, make_plan
 from megalatent.passes.simulate import Simulation, simulate
 
 __all__ = ["Split", "equal_split", "layout", "split_candidates", "split_costs", "suggest_split"]
@@ -83,6 +83,8 @@ def suggest_split(
         layer: `forward` and `backward` of one layer; `head`, `fusion`, … as they are.
         max_in_flight: as for `make_plan`.
     """
+
+    check_sizes(stages, chunks, passes, max_in_flight)
 
     def planned(split: tuple[int, ...]) -> Split:
         costs = split_costs(split, layer)

@@ -24,6 +24,11 @@ from megalatent.passes.split import layout, suggest_split
 SMALL = ["plan", "--stages", "4", "--micro-batches", "8", "--passes", "2"]
 
 
+UNIFORM = ["--stages", "2", "--passes", "1,3"]
+MIXED = ["--stages", "2", "--micro-batches", "4", "--mixture", "1:0.5,2:0.5"]
+SPLIT = ["--suggest-split", "--layers"]
+
+
 def run_json(capsys, *arguments: str) -> dict:
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -47,13 +52,25 @@ def test_mixture_is_divided_or_drawn(capsys):
     base = ["plan", "--stages", "2", "--micro-batches", "32", "--mixture", "1:0.75,2:0.22,3:0.03"]
     passes = run_json(capsys, *base)["passes"]
     assert [passes.count(k) for k in (1, 2, 3)] == [24, 7, 1]
-    drawn = run_json(capsys, *base, "--seed", "7", "--iteration", "5")["passes"]
+
+
+@pytest.mark.parametrize("draw", [None, "batch", "micro_batch"])
+def test_passes_are_drawn_as_training_draws_them(capsys, draw):
+    """By the sampler that the config of a run makes; its default is the command's."""
+    from megalatent.config_latent import PassesConfig
     from megalatent.passes.sampling import PassSampler
 
-    sampler = PassSampler(
-        [(0, {1: 0.75, 2: 0.22, 3: 0.03})], train_iters=100, seed=7, draw="micro_batch"
-    )
-    assert tuple(drawn) == tuple(sampler.passes(5, 32))
+    base = ["plan", "--stages", "2", "--micro-batches", "32", "--mixture", "1:0.5,2:0.3,3:0.2"]
+    given = [] if draw is None else ["--draw", draw]
+    for iteration in range(4):
+        arguments = [*base, "--seed", "7", "--iteration", str(iteration), *given]
+        sampler = PassSampler(
+            [(0, {1: 0.5, 2: 0.3, 3: 0.2})],
+            train_iters=100,
+            seed=7,
+            draw=draw or PassesConfig().draw,
+        )
+        assert tuple(run_json(capsys, *arguments)["passes"]) == sampler.passes(iteration, 32)
 
 
 def test_apportion_by_largest_remainder():
@@ -149,6 +166,20 @@ def test_damaged_csv_is_named(capsys, tmp_path, damage):
         (["--stages", "2", "--passes", "1,3", "--costs", "/no/such.json"], "/no/such.json"),
         (["--stages", "2", "--passes", "1,3", "--svg", "/no/such/dir.svg"], "/no/such/dir.svg"),
         (["--check", "/no/such.csv"], "/no/such.csv"),
+        ([*UNIFORM, "--draw", "batch"], "go with --mixture"),
+        ([*MIXED, "--draw", "batch"], "go with --seed"),
+        ([*MIXED, "--seed", "1", "--draw", "bath"], "--draw"),
+        ([*MIXED, "--seed", "1", "--iteration", "1" + "0" * 30], "counts from 0 to 2**63"),
+        ([*UNIFORM, "--forward", "1e308", "--backward", "1e308"], "from 1e-100 to 1e+100"),
+        ([*UNIFORM, "--forward", "1e-320"], "from 1e-100 to 1e+100"),
+        ([*UNIFORM, "--forward", "1e9", "--width", "full"], "give --width N"),
+        ([*UNIFORM, "--width", "20000000"], "100000 columns at most"),
+        ([*UNIFORM, "--width", "9" * 5000], "100000 columns at most"),
+        (["--stages", "2", "--passes", "1", "--micro-batches", "1000000000"], "smaller step"),
+        (["--stages", "1000000000", *UNIFORM[2:], *SPLIT, "10"], "smaller step"),
+        ([*UNIFORM, *SPLIT, "1000000000"], "from 1 to 10000"),
+        ([*UNIFORM, "--svg", "x" * 300], "give a shorter path"),
+        ([*UNIFORM, "--svg", "."], "is a directory"),
         (["--stages", "two"], "--stages"),
     ],
 )
@@ -158,6 +189,47 @@ def test_mistakes_get_one_line(capsys, arguments, message):
     assert shown.out == ""
     assert message in shown.err
     assert shown.err.count("\n") == 1
+
+
+def test_nothing_is_written_where_one_file_cannot_be(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.csv").write_text("old")
+    for last in (["--json", "/no/such/x.json"], ["--json", "."], ["--json", "new.svg"]):
+        assert main([*SMALL, "--svg", "new.svg", "--csv", "old.csv", *last]) == 2
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err.count("\n")) == ("", 1)
+        assert [path.name for path in tmp_path.iterdir()] == ["old.csv"]
+        assert (tmp_path / "old.csv").read_text() == "old"
+    # A longer file that is there is replaced, not written into; devices are written to.
+    (tmp_path / "old.csv").write_text("x" * 100_000)
+    assert main([*SMALL, "--width", "0", "--csv", "old.csv", "--svg", "/dev/null"]) == 0
+    assert read_csv("old.csv").passes == (2,) * 8
+
+
+def test_a_table_from_excel_is_read(capsys, tmp_path):
+    file = tmp_path / "plan.csv"
+    made = run_json(capsys, *SMALL, "--csv", str(file))
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
+    assert run_json(capsys, "plan", "--check", str(file))["makespan"] == made["makespan"]
+
+
+@pytest.mark.parametrize("option", [["--seed", "1"], ["--iteration", "1"], ["--draw", "batch"]])
+def test_check_refuses_what_it_would_ignore(capsys, tmp_path, option):
+    file = tmp_path / "plan.csv"
+    run_json(capsys, *SMALL, "--csv", str(file))
+    assert main(["plan", "--check", str(file), *option]) == 2
+    assert f"leave {option[0]} out" in capsys.readouterr().err
+
+
+def test_costs_of_all_sizes_are_planned(capsys):
+    for costs in (
+        ["--forward", "1e100", "--backward", "1e-100"],
+        ["--forward", "1e-90", "--backward", "1e-90", "--hand-over", "1e90"],
+        ["--forward", "0", "--backward", "0"],
+    ):
+        for width in ("1", "7", "40"):
+            assert main([*SMALL, *costs, "--width", width]) == 0
+        assert "nan" not in capsys.readouterr().out
 
 
 def test_cost_files_are_checked(tmp_path):
@@ -170,6 +242,8 @@ def test_cost_files_are_checked(tmp_path):
         ('{"head": [1, 2]}', "give one number"),
         ('{"forward": "x"}', "give numbers"),
         ('{"forward": []}', "finite numbers"),
+        ('{"forward": 1' + "0" * 400 + "}", "give numbers"),
+        ("[" * 100_000, "no JSON file"),
     ]:
         file = tmp_path / "costs.json"
         file.write_text(text)
@@ -268,6 +342,18 @@ def test_nothing_beats_the_equal_split_of_equal_stages(capsys):
     arguments = ["--stages", "4", "--micro-batches", "8", "--passes", "2", "--layers", "8"]
     assert main(["plan", *arguments, "--suggest-split"]) == 0
     assert "nothing beats the equal split" in capsys.readouterr().out
+
+
+def test_a_split_that_saves_memory_alone_says_so(capsys):
+    arguments = ["--stages", "4", "--micro-batches", "8", "--passes", "2", "--layers", "1"]
+    split = run_json(capsys, "plan", *arguments, "--suggest-split")["split"]
+    most = [max(split[name]["peak_in_flight"]) for name in ("suggested", "equal")]
+    assert split["suggested"]["makespan"] == split["equal"]["makespan"]
+    assert most[0] < most[1]
+    assert main(["plan", *arguments, "--suggest-split", "--width", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "0.0% less" not in shown
+    assert f"the same time, and {most[0]} activations at most, not {most[1]}" in shown
 
 
 @pytest.mark.parametrize(("stages", "chunks", "layers"), [(4, 1, 10), (3, 2, 13), (2, 1, 5)])

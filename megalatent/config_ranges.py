@@ -68,7 +68,7 @@ RANGES: dict[str, Range] = {
     "rotary_base": _POSITIVE,
     "rotary_percent": Range(least=0, most=1, open_below=True),
     "rotary_seq_len_interpolation_factor": _COUNT,
-    "mtp_num_layers": _COUNT,
+    "mtp_num_layers": _MAYBE_NONE,
     "mtp_loss_scaling_factor": _NOT_NEGATIVE,
     "num_experts": _COUNT,
     "moe_router_topk": _COUNT,

@@ -6,6 +6,7 @@ status, which Python takes for success, or with one that only its source explain
 
 from __future__ import annotations
 
+import re
 import traceback
 
 from megalatent.errors import UserError
@@ -35,6 +36,8 @@ _STATUSES = {
     " the device if the log says that the results differed",
 }
 
+_IN_MEGATRON = re.compile(r"megatron[/\\](training|core)[/\\]")
+
 # Function of Megatron that gives up -> what it could not do, and what to do.
 _GIVEN_UP = {
     "read_metadata": "latest_checkpointed_iteration.txt holds no iteration: write the number of a"
@@ -62,7 +65,7 @@ def why_it_ends(error: BaseException) -> BaseException | None:
         text = _STATUSES.get(error.code, f"Megatron ended the run with status {error.code}")
         return TrainingStopped(text, error.code)
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    if "megatron" not in frame.filename:
+    if not _IN_MEGATRON.search(frame.filename):
         return None
     reason = _GIVEN_UP.get(frame.name)
     if reason is None:

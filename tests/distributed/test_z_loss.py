@@ -138,6 +138,7 @@ def test_gradients_equal_the_formula_and_losses_leave_it_out(
         assert (gradients[name] - gradient).norm() <= GRADIENT * gradient.norm(), name
 
 
+@pytest.mark.full
 def test_multi_token_prediction_has_no_z_loss(tmp_path: Path) -> None:
     """Its layers get the same gradient to the last bit; the decoder's is another."""
     found = []

@@ -220,7 +220,13 @@ def test_twenty_steps_equal_the_reference(
     assert "fusion.gate_norm.weight" in reference.rest
 
 
-@pytest.mark.parametrize("settings", [{}, LAYER_WISE], ids=["replicated", "layer-wise"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="replicated", marks=pytest.mark.full),
+        pytest.param(LAYER_WISE, id="layer-wise"),
+    ],
+)
 def test_two_data_parallel_ranks_train_as_one(settings: dict[str, Any]) -> None:
     setup = replace(SETUP, passes=(2,))
     (start, one), _ = run_ranks(1, _train, Layout(), replace(setup, passes=(2, 2)), {}, 5)[0]
@@ -314,7 +320,13 @@ def _cut(split: tuple[int, ...]) -> Callable[[torch.Tensor], list[torch.Tensor]]
         pytest.param(2, "distributed", (24, 16), FC1, 0, id="distributed-gate-and-up"),
     ],
 )
-@pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
+@pytest.mark.parametrize(
+    "nesterov",
+    [
+        pytest.param(True, id="nesterov"),
+        pytest.param(False, id="plain", marks=pytest.mark.full),
+    ],
+)
 def test_shards_train_as_whole_matrices(
     ranks: int,
     mode: str,

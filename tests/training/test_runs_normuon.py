@@ -72,7 +72,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> _Sources:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        pytest.param(1, {}, id="one"),
+        pytest.param(1, {}, id="one", marks=full),
         pytest.param(2, LAYER_WISE, id="layer-wise"),
         pytest.param(2, {**LAYER_WISE, **BF16}, id="layer-wise-bf16", marks=full),
         pytest.param(2, {**TP2, **BF16}, id="tp2-bf16", marks=full),
@@ -95,7 +95,7 @@ def test_resuming_changes_nothing(sources: _Sources, ranks: int, options: dict[s
     ("before", "after"),
     [
         pytest.param((1, LAYER_WISE), (2, {**TP2, **LAYER_WISE}), id="tp1-tp2"),
-        pytest.param((2, LAYER_WISE), (1, LAYER_WISE), id="dp2-dp1"),
+        pytest.param((2, LAYER_WISE), (1, LAYER_WISE), id="dp2-dp1", marks=full),
         pytest.param((1, LAYER_WISE), (2, {**PP2, **LAYER_WISE}), id="pp1-pp2", marks=full),
         pytest.param((2, TP2), (1, {}), id="tp2-tp1-replicated", marks=full),
         pytest.param((2, PP2), (2, TP2), id="pp2-tp2-replicated", marks=full),
@@ -129,7 +129,7 @@ def test_another_layout_goes_on(
 
 def test_matrices_are_sorted_as_said(sources: _Sources) -> None:
     """NorMuon has the matrices, the fusion's too; Adam the embedding and the vectors."""
-    _, outcome = sources.get(1, {})
+    _, outcome = sources.get(1, LAYER_WISE)
     matrices = {n for n, w in outcome.weights.items() if w.dim() == 2 and "embedding" not in n}
     assert outcome.optimizer["momentum_buffer"].keys() == matrices
     assert outcome.optimizer["exp_avg"].keys() == outcome.weights.keys() - matrices

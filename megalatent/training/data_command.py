@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import sys
@@ -22,14 +21,17 @@ __all__ = ["add_data_parser", "run_data_command"]
 
 _DESCRIPTION = """\
 Turns text into PREFIX.bin and PREFIX.idx, which Megatron reads as data_path: PREFIX. A text file is
-one document, a line of a .jsonl file is one document, a folder gives its files in order of their
-paths, and the word python-stdlib stands for the sources and docstrings of Python's own library. The
-same input gives the same output, byte for byte.
+one document, a line of JSON lines (.jsonl, .ndjson, or .json with an object on each line) is one
+document, a folder gives its files in order of their paths, and the word python-stdlib stands for
+the sources and docstrings of Python's own library. The same input gives the same output, byte for
+byte.
 """
 
 # Characters that are tokenized in one call: enough for all threads, little memory.
 _BATCH = 4_000_000
 _SPLIT_NAMES = ("train", "valid", "test")
+# More threads than any machine has; far more could not be started.
+_MOST_WORKERS = 1024
 
 
 def add_data_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,35 +80,45 @@ def run_data_command(args: argparse.Namespace) -> int:
     """
     from megalatent.training.corpus import Corpus
     from megalatent.training.indexed_writer import indexed_outputs
-    from megalatent.training.text_tokenizer import TextTokenizer, trained_tokenizer, use_workers
+    from megalatent.training.output_files import Staging
+    from megalatent.training.text_tokenizer import TextTokenizer, train_tokenizer, use_workers
 
     workers = args.workers if args.workers is not None else len(os.sched_getaffinity(0))
-    if workers < 1:
-        raise UserError(f"--workers: {workers} does no work: give 1 or more")
+    if not 1 <= workers <= _MOST_WORKERS:
+        raise UserError(f"--workers: {workers}: give a number from 1 to {_MOST_WORKERS}")
     shares = _read_shares(args.split)
     prefixes = (
         [f"{args.output}_{name}" for name in _SPLIT_NAMES[: len(shares)]]
         if args.split
         else [args.output]
     )
-    _check_outputs(args, prefixes)
-    corpus = Corpus(sources=args.text, text_key=args.text_key, include=args.include)
+    for option, name in (("--output", args.output), ("--tokenizer", args.tokenizer)):
+        if not name.isprintable():
+            raise UserError(
+                f"{option} {name!a}: has characters that no line can show: give another name"
+            )
+    written = _check_outputs(args, prefixes)
+    learned = _check_tokenizer(args, written) if args.train_tokenizer is not None else []
+    corpus = Corpus(
+        sources=args.text,
+        text_key=args.text_key,
+        include=args.include,
+        leave_out=[*written, *learned],
+    )
     size = corpus.size()
     use_workers(workers)
-    with contextlib.ExitStack() as stack:
+    with Staging() as staging:
         if args.train_tokenizer is None:
             tokenizer = TextTokenizer.load(args.tokenizer)
             _check_end(tokenizer, args)
         else:
-            _check_vocabulary(args.train_tokenizer)
             with _Advance("training the tokenizer", size) as advance:
-                made = trained_tokenizer(
-                    _texts(corpus, advance), args.train_tokenizer, Path(args.tokenizer)
-                )
-                tokenizer = stack.enter_context(made)
-        outputs = stack.enter_context(indexed_outputs(prefixes, shares, tokenizer.vocabulary))
-        empty = _write(corpus, tokenizer, outputs, args.append_eod, size)
-        _check_written(outputs)
+                texts = _texts(corpus, advance)
+                files = [staging.path(file) for file in learned]
+                tokenizer = train_tokenizer(texts, args.train_tokenizer, files)
+        with indexed_outputs(prefixes, shares, tokenizer.vocabulary, staging) as outputs:
+            empty = _write(corpus, tokenizer, outputs, args.append_eod, size)
+            _check_written(outputs)
     _report(outputs, tokenizer, empty, corpus, args)
     return 0
 
@@ -151,47 +163,68 @@ def _read_shares(text: str | None) -> list[float]:
     return shares
 
 
-def _check_outputs(args: argparse.Namespace, prefixes: Sequence[str]) -> None:
-    for prefix in prefixes:
-        for ending in (".bin", ".idx"):
-            if Path(prefix + ending).exists() and not args.overwrite:
-                raise UserError(
-                    f"--output {args.output}: {prefix}{ending} exists: give another prefix, or"
-                    " --overwrite"
-                )
-        _check_folder("--output", prefix)
-    if args.train_tokenizer is not None:
-        if Path(args.tokenizer).exists() and not args.overwrite:
-            raise UserError(
-                f"--tokenizer {args.tokenizer}: exists, and --train-tokenizer would replace it:"
-                " give another folder, or --overwrite"
-            )
-        if Path(args.tokenizer).is_file():
-            raise UserError(
-                f"--tokenizer {args.tokenizer}: is a file, and --train-tokenizer writes a folder:"
-                " give a folder"
-            )
-        _check_folder("--tokenizer", args.tokenizer)
+def _check_outputs(args: argparse.Namespace, prefixes: Sequence[str]) -> list[Path]:
+    """The files of the pairs, which may all be written."""
+    from megalatent.training.indexed_writer import pair
+    from megalatent.training.output_files import check_file
+
+    if os.path.basename(args.output) in ("", ".", ".."):
+        example = os.path.join(args.output, "corpus")
+        raise UserError(
+            f"--output {args.output!r}: names a folder, and the files need a name: give for example"
+            f" {example}"
+        )
+    files = [file for prefix in prefixes for file in pair(prefix)]
+    for file in files:
+        check_file(f"--output {args.output}", file, args.overwrite)
+    return files
 
 
-def _check_folder(option: str, path: str) -> None:
-    parent = Path(path).absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir():
-        raise UserError(f"{option} {path}: {parent} is a file, not a folder: give another path")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"{option} {path}: {parent} is not writable: give another path")
+def _check_tokenizer(args: argparse.Namespace, outputs: Sequence[Path]) -> list[Path]:
+    """The files of the tokenizer to train, which may be written.
 
+    What its folder holds besides would be taken for parts of the tokenizer, or lost.
+    """
+    from megalatent.training.output_files import ASIDE, check_file, check_folder
+    from megalatent.training.text_tokenizer import (
+        LARGEST_VOCABULARY,
+        SMALLEST_VOCABULARY,
+        TOKENIZER_FILES,
+    )
 
-def _check_vocabulary(size: int) -> None:
-    from megalatent.training.text_tokenizer import SMALLEST_VOCABULARY
-
+    size, where = args.train_tokenizer, f"--tokenizer {args.tokenizer}"
     if size < SMALLEST_VOCABULARY:
         raise UserError(
             f"--train-tokenizer {size}: a byte-level vocabulary has all 256 bytes and an end token:"
             f" give {SMALLEST_VOCABULARY} or more"
         )
+    if size > LARGEST_VOCABULARY:
+        raise UserError(f"--train-tokenizer {size}: give {LARGEST_VOCABULARY} or less")
+    if not args.tokenizer:
+        raise UserError("--tokenizer: the name is empty: give the folder to write")
+    folder = Path(args.tokenizer)
+    check_folder(where, folder)
+    files = [folder / name for name in TOKENIZER_FILES]
+    if folder.exists():
+        known = {file.resolve() for file in (*files, *outputs)}
+        others = (one for one in sorted(folder.iterdir()) if one.resolve() not in known)
+        other = next((one for one in others if not one.name.startswith(ASIDE)), None)
+        if other is not None:
+            raise UserError(
+                f"{where}: the folder holds {other.name}, which is no part of a tokenizer that"
+                " --train-tokenizer writes: give a folder of its own"
+            )
+    for file in files:
+        if file.exists() and not args.overwrite:
+            raise UserError(
+                f"{where}: exists, and --train-tokenizer would replace it: give another folder, or"
+                " --overwrite"
+            )
+        check_file(where, file, args.overwrite)
+    for output in outputs:
+        if output.absolute() in (folder.absolute(), *folder.absolute().parents):
+            raise UserError(f"{where}: --output writes a file {output}: give another folder")
+    return files
 
 
 def _check_end(tokenizer: TextTokenizer, args: argparse.Namespace) -> None:

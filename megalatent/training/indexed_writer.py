@@ -1,15 +1,17 @@
-"""Writes Megatron's .bin/.idx pairs that appear only when they are complete."""
+"""Writes Megatron's .bin/.idx pairs."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["IndexedOutput", "indexed_outputs"]
+if TYPE_CHECKING:
+    from megalatent.training.output_files import Staging
+
+__all__ = ["IndexedOutput", "indexed_outputs", "pair"]
 
 
 @dataclass(kw_only=True)
@@ -35,11 +37,22 @@ class IndexedOutput:
         self.tokens += len(ids)
 
 
+def pair(prefix: str) -> tuple[Path, Path]:
+    """Tokens and index."""
+    return Path(prefix + ".bin"), Path(prefix + ".idx")
+
+
 @contextlib.contextmanager
 def indexed_outputs(
-    prefixes: Sequence[str], shares: Sequence[float], vocabulary: int
+    prefixes: Sequence[str], shares: Sequence[float], vocabulary: int, staging: Staging
 ) -> Iterator[list[IndexedOutput]]:
-    """Pairs to write; they get their names at the end, and leave nothing behind on an error."""
+    """Pairs to write, complete at the end of this context; `staging` then gives them their names.
+
+    Args:
+        prefixes: paths without the endings.
+        shares: of all tokens, one per pair.
+        vocabulary: number of ids, which decides their type in the file.
+    """
     from megalatent.platform import install
 
     install()  # before anything else imports Megatron
@@ -47,23 +60,12 @@ def indexed_outputs(
 
     dtype = DType.optimal_dtype(vocabulary)
     outputs: list[IndexedOutput] = []
-    try:
-        for prefix, share in zip(prefixes, shares, strict=True):
-            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-            builder = IndexedDatasetBuilder(_temporary(prefix, ".bin"), dtype=dtype)
-            outputs.append(IndexedOutput(prefix=prefix, share=share, builder=builder))
-        yield outputs
-        for output in outputs:
-            output.builder.finalize(_temporary(output.prefix, ".idx"))
-        for output in outputs:
-            for ending in (".bin", ".idx"):
-                os.replace(_temporary(output.prefix, ending), output.prefix + ending)
-    except BaseException:
-        for prefix in prefixes:
-            for ending in (".bin", ".idx"):
-                Path(_temporary(prefix, ending)).unlink(missing_ok=True)
-        raise
-
-
-def _temporary(prefix: str, ending: str) -> str:
-    return f"{prefix}{ending}.tmp"
+    indices = []
+    for prefix, share in zip(prefixes, shares, strict=True):
+        tokens, index = (str(staging.path(file)) for file in pair(prefix))
+        builder = IndexedDatasetBuilder(tokens, dtype=dtype)
+        outputs.append(IndexedOutput(prefix=prefix, share=share, builder=builder))
+        indices.append(index)
+    yield outputs
+    for output, index in zip(outputs, indices, strict=True):
+        output.builder.finalize(index)

@@ -5,10 +5,8 @@ Text is data: the name of a special token inside it is encoded letter by letter,
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +18,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "END_OF_DOCUMENT",
+    "LARGEST_VOCABULARY",
     "SMALLEST_VOCABULARY",
+    "TOKENIZER_FILES",
     "TextTokenizer",
-    "trained_tokenizer",
+    "train_tokenizer",
     "use_workers",
 ]
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # All bytes, and the end of a document.
 SMALLEST_VOCABULARY = 257
+# The trainer reserves memory for all tokens at once; the largest vocabularies have about a million.
+LARGEST_VOCABULARY = 10_000_000
+# What a trained tokenizer consists of.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 # Where a bare tokenizer.json does not say which token ends a document.
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")
 
@@ -56,6 +60,8 @@ class TextTokenizer:
         Raises:
             UserError: nothing of the kind is on this machine.
         """
+        if not name:
+            raise UserError("--tokenizer: the name is empty: give a tokenizer.json or a folder")
         path = Path(name)
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.is_file():
@@ -72,14 +78,9 @@ class TextTokenizer:
             raise UserError(
                 f"--tokenizer {name}: {file.name} is no tokenizer ({error}): give a tokenizer.json"
             ) from None
-        config = file.with_name("tokenizer_config.json")
-        ends: Sequence[Any] = _KNOWN_ENDS
-        if config.is_file():
-            ends = [json.loads(config.read_text(encoding="utf-8")).get("eos_token")]
-        for end in ends:
-            content = end["content"] if isinstance(end, dict) else end
-            if content is not None and tokenizer.token_to_id(content) is not None:
-                return cls(tokenizer, tokenizer.token_to_id(content))
+        for end in _end_tokens(name, file.with_name("tokenizer_config.json")):
+            if tokenizer.token_to_id(end) is not None:
+                return cls(tokenizer, tokenizer.token_to_id(end))
         return cls(tokenizer, None)
 
     @classmethod
@@ -96,6 +97,11 @@ class TextTokenizer:
             loaded = AutoTokenizer.from_pretrained(name, local_files_only=True)
         except (OSError, ValueError):
             raise UserError(missing) from None
+        except Exception as error:  # of a folder with broken files: anything
+            raise UserError(
+                f"--tokenizer {name}: cannot be loaded ({type(error).__name__}: {error}): give a"
+                " tokenizer.json or a folder with one"
+            ) from None
         if not loaded.is_fast:
             raise UserError(
                 f"--tokenizer {name}: has no tokenizer.json (a slow tokenizer): give one with it"
@@ -108,19 +114,38 @@ class TextTokenizer:
         return [one.ids for one in encoded]
 
 
+def _end_tokens(name: str, config: Path) -> Sequence[str]:
+    """Names that the end of a document may have, by tokenizer_config.json where there is one."""
+    if not config.is_file():
+        return _KNOWN_ENDS
+    where = f"--tokenizer {name}: {config.name}"
+    try:
+        settings = json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({error}): correct it, or remove it") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{where} holds no JSON object: correct it, or remove it")
+    end: Any = settings.get("eos_token")
+    if isinstance(end, dict):
+        end = end.get("content")
+    if end is None:
+        return ()
+    if not isinstance(end, str):
+        raise UserError(f"{where}: eos_token is {end!r}, not a text: correct it, or remove it")
+    return (end,)
+
+
 def use_workers(workers: int) -> None:
     """Let the tokenizers of this process use `workers` threads. Before the first encoding."""
     os.environ["RAYON_NUM_THREADS"] = str(workers)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if workers > 1 else "false"
 
 
-@contextlib.contextmanager
-def trained_tokenizer(
-    texts: Iterator[str], vocabulary: int, folder: Path
-) -> Iterator[TextTokenizer]:
-    """Train a byte-level BPE; `folder`, which transformers and Megatron read, appears at the end.
+def train_tokenizer(texts: Iterator[str], vocabulary: int, files: Sequence[Path]) -> TextTokenizer:
+    """Train a byte-level BPE, which transformers and Megatron read. It depends on the texts alone.
 
-    The result depends on the texts alone. Nothing is left behind on an error.
+    Args:
+        files: where to write `TOKENIZER_FILES`, in one folder.
 
     Raises:
         UserError: the texts have too few different pairs for the vocabulary.
@@ -143,20 +168,12 @@ def trained_tokenizer(
             f"--train-tokenizer {vocabulary}: the text has only {reached} different tokens:"
             f" give {reached} or less, or more text"
         )
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        tokenizer.save(str(temporary / "tokenizer.json"))
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": END_OF_DOCUMENT,
-            "clean_up_tokenization_spaces": False,
-        }
-        text = json.dumps(settings, indent=2) + "\n"
-        (temporary / "tokenizer_config.json").write_text(text, encoding="utf-8")
-        yield TextTokenizer.load(str(temporary))
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_DOCUMENT,
+        "clean_up_tokenization_spaces": False,
+    }
+    file, config = files
+    file.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return TextTokenizer.load(str(file.parent))

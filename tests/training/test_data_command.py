@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -181,12 +182,36 @@ def mistakes(tmp_path: Path, corpus: Path, tokenizer: Path) -> dict[str, tuple[l
     (no_end / "tokenizer_config.json").write_text("{}")
     broken = tmp_path / "tokenizer-broken.json"
     broken.write_text("{}")
+    half, deep, pipe = (tmp_path / n for n in ("half.jsonl", "deep.jsonl", "pipe.txt"))
+    half.write_text('{"text": "a"}\n{"text": "b\\ud800"}\n')
+    deep.write_text("[" * 100_000 + "\n")
+    os.mkfifo(pipe)
+    configs = {"no json": "{", "a list": "[1]", "odd end": '{"eos_token": 7}'}
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_bytes(
+            (tokenizer / "tokenizer.json").read_bytes()
+        )
+        (tmp_path / name / "tokenizer_config.json").write_text(config)
     text_, good = str(corpus), ["--tokenizer", str(tokenizer)]
     new = ["--tokenizer", str(tmp_path / "new-tok")]
     return {
         "no such text": (["missing.txt", *good], "missing.txt: no such file"),
         "binary text": ([str(binary), *good], "is not UTF-8 text"),
         "json": ([str(bad_line), *good], "line 2: is not JSON"),
+        "half a character": ([str(half), *good], r"line 2: the text has \ud800"),
+        "deep json": ([str(deep), *good], "line 1: is not JSON"),
+        "a pipe": ([str(pipe), *good], "pipe.txt: is no regular file"),
+        "no name": (["", *good], "'': no such file"),
+        "no tokenizer name": ([text_, "--tokenizer", ""], "name is empty"),
+        "config is no json": (
+            [text_, "--tokenizer", str(tmp_path / "no json")],
+            "tokenizer_config.json is not JSON",
+        ),
+        "config is a list": ([text_, "--tokenizer", str(tmp_path / "a list")], "no JSON object"),
+        "odd end": ([text_, "--tokenizer", str(tmp_path / "odd end")], "eos_token is 7"),
+        "threads": ([text_, *good, "--workers", "1000000"], "from 1 to 1024"),
+        "endless vocabulary": ([text_, *new, "--train-tokenizer", "1" + "0" * 30], "or less"),
         "json key": ([str(bad_key), *good], "did you mean 'txt'"),
         "pattern": ([text_, *good, "--include", "*.rs"], "no file that matches *.rs"),
         "no tokenizer": ([text_, "--tokenizer", "no/such-tok"], "no downloaded tokenizer"),
@@ -195,7 +220,7 @@ def mistakes(tmp_path: Path, corpus: Path, tokenizer: Path) -> dict[str, tuple[l
         "tokenizer exists": ([text_, *good, "--train-tokenizer", "300"], "would replace it"),
         "tiny vocabulary": ([text_, *new, "--train-tokenizer", "200"], "257 or more"),
         "huge vocabulary": ([text_, *new, "--train-tokenizer", "90000"], "different tokens"),
-        "workers": ([text_, *good, "--workers", "0"], "1 or more"),
+        "workers": ([text_, *good, "--workers", "0"], "from 1 to"),
         "split text": ([text_, *good, "--split", "a,b"], "not numbers"),
         "split sum": ([text_, *good, "--split", "0.9,0.2"], "sum to 1"),
         "split count": ([text_, *good, "--split", "1.0"], "1 shares"),

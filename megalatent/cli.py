@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megalatent import __version__
-from megalatent.errors import UserError
+from megalatent.errors import UserError, describe_os_error, is_mistake
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -112,6 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has had enough (`| head`): no error, and nothing left to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        said = describe_os_error(error)
+        if said is None:
+            raise
+        _complain(said)
+        return 2 if is_mistake(error) else 1
     except RuntimeError as error:
         return _end_of_run(error)
 
@@ -119,7 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _end_of_run(error: RuntimeError) -> int:
     """The status of a run whose ranks did not all end well; other errors are raised again."""
     from megalatent.launch.local import RankFailure, Stopped
+    from megalatent.training.exits import TrainingStopped
 
+    if isinstance(error, TrainingStopped):
+        _complain(str(error))
+        return error.status
     if isinstance(error, Stopped):
         _complain(str(error))
         return 128 + error.number

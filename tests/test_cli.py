@@ -122,3 +122,40 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (PermissionError(13, "Permission denied", "/x/y"), 2, "/x/y: permission denied: "),
+        (OSError(36, "File name too long", "/x/long"), 2, "/x/long: file name too long: "),
+        (OSError(28, "No space left on device"), 1, "no space left on device: make room"),
+        (OSError(5, "Input/output error", b"/x"), 1, "/x: input/output error: "),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(
+    error: OSError,
+    status: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("megalatent.launch.train_command.run_train_command", run)
+    assert main(["train", "some.yaml"]) == status
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith(f"megalatent: error: {line}")
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), OSError(22, "Invalid argument")])
+def test_an_error_that_says_too_little_keeps_its_traceback(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("megalatent.launch.train_command.run_train_command", run)
+    with pytest.raises(type(error)):
+        main(["train", "some.yaml"])

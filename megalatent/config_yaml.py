@@ -21,7 +21,7 @@ __all__ = ["read_yaml", "parse_scalar", "apply_overrides"]
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2 scalars that refuses a key given twice."""
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> str:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
         text = str(super().construct_scalar(node))
         if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text):
             raise yaml.constructor.ConstructorError(

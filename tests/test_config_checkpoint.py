@@ -25,7 +25,9 @@ def saved(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     for iteration in (3, 9):
         inside = folder / f"iter_{iteration:07d}"
-        dcp.save({"weight": torch.arange(1000.0)}, checkpoint_id=inside, no_dist=True)
+        dcp.save(  # type: ignore[attr-defined]
+            {"weight": torch.arange(1000.0)}, checkpoint_id=inside, no_dist=True
+        )
         (inside / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
         torch.save({"iteration": iteration}, inside / "common.pt")
     (folder / TRACKER).write_text("9")

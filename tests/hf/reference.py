@@ -105,7 +105,7 @@ class Reference:
                 branch = self.norm(branch, f"{name}.attention_output_norm")
             x = x + self.config.residual_multiplier * branch
             normed = self.norm(x, f"{name}.post_attention_layernorm")
-            if self.config.num_experts and layer not in self.config.mlp_only_layers:
+            if self.config.num_experts and layer not in (self.config.mlp_only_layers or []):
                 branch = torch.stack([self.experts(token, f"{name}.mlp") for token in normed])
             else:
                 inner = silu(self.linear(normed, f"{name}.mlp.gate_proj"))

@@ -206,8 +206,8 @@ def _check_tokenizer(args: argparse.Namespace, outputs: Sequence[Path]) -> list[
     check_folder(where, folder)
     files = [folder / name for name in TOKENIZER_FILES]
     if folder.exists():
-        known = {file.resolve() for file in (*files, *outputs)}
-        others = (one for one in sorted(folder.iterdir()) if one.resolve() not in known)
+        known = {os.path.realpath(file) for file in (*files, *outputs)}
+        others = (one for one in sorted(folder.iterdir()) if os.path.realpath(one) not in known)
         other = next((one for one in others if not one.name.startswith(ASIDE)), None)
         if other is not None:
             raise UserError(

@@ -73,6 +73,7 @@ def test_a_folder_with_anything_else_is_no_place_for_a_tokenizer(
     folder: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "link").symlink_to("corpus")
+    (folder / "corpus" / "a").symlink_to("a")
     before = contents(folder.parent)
     arguments = ["--tokenizer", tokenizer, *TRAIN, "--output", "o", "--overwrite"]
     said = refused(capsys, "corpus", *arguments)

@@ -15,30 +15,14 @@ import platform as host
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
+
+from megalatent import doctor_torch
+from megalatent.doctor_finding import Finding, Status
 
 __all__ = ["Finding", "add_doctor_parser", "examine", "run_doctor_command"]
-
-Status = Literal["ok", "absent", "broken"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One row of the report.
-
-    Attributes:
-        name: what was looked at.
-        status: `ok` if it runs here, `absent` if it is not there (its `detail` says what that
-            costs, or how to get it), `broken` if it is there and does not work.
-        detail: version, choice or reason, in one sentence.
-        needed: without it nothing trains here.
-    """
-
-    name: str
-    status: Status
-    detail: str
-    needed: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +74,8 @@ _PACKAGES = (
     ),
 )
 
+#: How long a process of ours may take.
+_SECONDS = 180.0
 _SHIM = """
 from megalatent import platform
 platform.install()
@@ -120,46 +106,48 @@ def run_doctor_command(args: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """Look at everything; takes as long as the slowest import."""
+    """Look at everything; takes as long as the slowest import. Nothing that is broken ends it."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 1)) as pool:
-        shim = pool.submit(_platform_shim)
-        packages = [pool.submit(_package, package) for package in _PACKAGES]
-        here = [
-            Finding("Python", "ok", f"{host.python_version()} on {host.machine()}", needed=True),
-            *(look() for look in (_torch, _gpu, _nccl, _compiler, _toolkit, _megatron)),
-        ]
-        kernels = [look() for look in (_compiled_cpu, _compiled_cuda, _triton, _chosen)]
-        return [*here, shim.result(), *kernels, *(package.result() for package in packages)]
+        # In a process of its own first: a torch that cannot be loaded may end the process.
+        probe = pool.submit(_python, "import torch")
+        shim = pool.submit(_looked_at, "platform shim", _platform_shim)
+        packages = [pool.submit(_looked_at, one.name, _package, one) for one in _PACKAGES]
+        here = [Finding("Python", "ok", f"{host.python_version()} on {host.machine()}", True)]
+        here += [_looked_at(name, look) for name, look in _HERE.items()]
+        done = probe.result()
+        if done is not None and done.returncode == 0:
+            with_torch = {name: _looked_at(name, look) for name, look in doctor_torch.ROWS.items()}
+        else:
+            with_torch = dict(_without_torch(done))
+        found = [*here, *with_torch.values(), shim.result(), *(one.result() for one in packages)]
+        return sorted(found, key=lambda one: _ORDER.index(one.name))
 
 
-def _torch() -> Finding:
-    import torch
-
-    built = f"built with CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    return Finding("torch", "ok", f"{torch.__version__}, {built}", needed=True)
-
-
-def _gpu() -> Finding:
-    import torch
-
-    if not torch.cuda.is_available():
-        return Finding("GPU", "absent", "training runs on the CPU, over gloo")
-    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    named = sorted({f"{card.name} (sm_{card.major}{card.minor})" for card in cards})
-    # torch's own name for it: it has no public one.
-    driver: int = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009
-    runs = f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"
-    return Finding("GPU", "ok", f"{len(cards)} x {', '.join(named)}, {runs}")
+def _looked_at(name: str, look: Callable[..., Finding], *arguments: Any) -> Finding:
+    """What `look` finds; whatever stops it is what the report is for."""
+    try:
+        return look(*arguments)
+    except Exception as error:
+        said = str(error).strip().splitlines()
+        detail = (
+            f"cannot be looked at: {type(error).__name__}{': ' if said else ''}{''.join(said[:1])}"
+        )
+        return Finding(name, "broken", detail, needed=name in _NEEDED)
 
 
-def _nccl() -> Finding:
-    import torch
-
-    if not torch.distributed.is_nccl_available():
-        return Finding("NCCL", "absent", "this torch has none: several GPUs cannot train together")
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    idle = "" if torch.cuda.is_available() else ", idle without a GPU: gloo is used"
-    return Finding("NCCL", "ok", f"{version}{idle}")
+def _without_torch(
+    done: subprocess.CompletedProcess[str] | None,
+) -> Iterator[tuple[str, Finding]]:
+    """The rows that need torch, where `import torch` failed."""
+    version = _version(("torch",))
+    if version is None:
+        yield "torch", Finding("torch", "absent", "pip install megalatent brings it", needed=True)
+    else:
+        detail = f"{version} is installed but `import torch` fails: {_last_line(done)}"
+        yield "torch", Finding("torch", "broken", detail, needed=True)
+    for name in doctor_torch.ROWS:
+        if name != "torch":
+            yield name, Finding(name, "absent", "not looked at: torch does not import")
 
 
 def _compiler() -> Finding:
@@ -167,17 +155,16 @@ def _compiler() -> Finding:
     found = next((path for path in map(shutil.which, wanted) if path), None)
     if found is None:
         return Finding("C++ compiler", "absent", "the kernels cannot be built here: install g++")
-    return Finding("C++ compiler", "ok", _first_line([found, "--version"]))
+    return _says("C++ compiler", [found, "--version"])
 
 
 def _toolkit() -> Finding:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = os.path.join(home, "bin", "nvcc") if home else shutil.which("nvcc")
-    if nvcc is None or not os.path.exists(nvcc):
+    if nvcc is None or not os.path.isfile(nvcc):
         where = f"CUDA_HOME={home} has no bin/nvcc" if home else "no nvcc on the PATH"
         return Finding("CUDA toolkit", "absent", f"{where}: CUDA kernels cannot be built here")
-    release = _first_line([nvcc, "--version"], containing="release")
-    return Finding("CUDA toolkit", "ok", f"{nvcc}: {release}")
+    return _says("CUDA toolkit", [nvcc, "--version"], containing="release", before=f"{nvcc}: ")
 
 
 def _megatron() -> Finding:
@@ -204,89 +191,6 @@ def _platform_shim() -> Finding:
     patches, on_cpu = done.stdout.split()[-2:]
     role = "Megatron runs on the CPU through it" if on_cpu == "True" else "idle, CUDA is there"
     return Finding(name, "ok", f"{role}; all {patches} names that it replaces exist", needed=True)
-
-
-def _compiled_cpu() -> Finding:
-    from megalatent.kernels import extension
-
-    state = extension.cpu_library()
-    if not state.loaded:
-        return Finding("kernels: C++", "absent", state.reason)
-    return _tried("kernels: C++", "cuda", "cpu", f"sources {state.information['sources']}")
-
-
-def _compiled_cuda() -> Finding:
-    import torch
-
-    from megalatent.errors import UserError
-    from megalatent.kernels import choice, extension
-
-    name = "kernels: CUDA"
-    try:
-        state = extension.cuda_library()
-    except UserError as error:
-        return Finding(name, "broken", str(error))
-    if not state.loaded:
-        return Finding(name, "absent", state.reason)
-    built = (
-        f"built for {', '.join('sm_' + a for a in state.information['architectures'].split(';'))}"
-    )
-    if not torch.cuda.is_available():
-        return Finding(name, "ok", f"{built}; loads, not run: no GPU here")
-    obstacle = choice.compiled_op_obstacle("cuda", torch.bfloat16)
-    if obstacle is not None:
-        return Finding(name, "broken", obstacle)
-    return _tried(name, "cuda", "cuda", built)
-
-
-def _triton() -> Finding:
-    import torch
-
-    from megalatent.kernels import choice
-
-    name = "kernels: Triton"
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    obstacle = choice.triton_obstacle(device, torch.bfloat16)
-    if obstacle is not None:
-        return Finding(name, "absent", obstacle)
-    return _tried(name, "triton", device, f"triton {importlib.metadata.version('triton')}")
-
-
-def _chosen() -> Finding:
-    import torch
-
-    from megalatent.kernels import choice
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    backend = choice.select("auto", device, dtype)
-    taken = f"`auto` takes {choice.sentence(backend)} for {dtype} on {device}"
-    return Finding("kernels: choice", "ok", taken)
-
-
-def _tried(name: str, setting: Any, device: str, detail: str) -> Finding:
-    """Run a small fusion forward and backward, and compare it with plain PyTorch."""
-    import torch
-
-    from megalatent.kernels import select
-
-    def run(which: Any) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        states = torch.randn(3, 4, 2, 96, generator=generator).to(device)
-        u, g, e = leaves = [state.requires_grad_() for state in states.unbind()]
-        mask = torch.tensor([[True, False]], device=device).expand(4, 2).contiguous()
-        weight = torch.ones(96, device=device)
-        x = select(which, device, torch.float32).gated(u, g, e, mask, weight, 1e-5)
-        return [x, *torch.autograd.grad(x.square().sum(), leaves)]
-
-    try:
-        pairs = zip(run(setting), run("torch"), strict=True)
-        right = all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in pairs)
-    except Exception as error:  # whatever stops it is what the report is for
-        return Finding(name, "broken", f"{detail}; fails: {error}".splitlines()[0])
-    if not right:
-        return Finding(name, "broken", f"{detail}; its results differ from PyTorch's")
-    return Finding(name, "ok", f"{detail}; runs")
 
 
 def _package(package: _Package) -> Finding:
@@ -321,11 +225,13 @@ def _required(name: str) -> str | None:
     return next((str(one.specifier) for one in needed if one.name == name), None)
 
 
-def _python(code: str, seconds: float = 180.0) -> subprocess.CompletedProcess[str] | None:
+def _python(code: str, seconds: float = _SECONDS) -> subprocess.CompletedProcess[str] | None:
     """Run `code` in a fresh interpreter; None if it takes too long."""
     command = [sys.executable, "-W", "ignore", "-c", code]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=seconds
+        )
     except subprocess.TimeoutExpired:
         return None
 
@@ -337,11 +243,39 @@ def _last_line(done: subprocess.CompletedProcess[str] | None) -> str:
     return lines[-1] if lines else f"it ends with status {done.returncode}"
 
 
-def _first_line(command: list[str], containing: str = "") -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _says(name: str, command: list[str], containing: str = "", before: str = "") -> Finding:
+    """The first line that `command` prints with `containing` in it, of a tool that must run."""
+    shown = f"`{' '.join(command)}`"
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS
+        )
+    except OSError as error:
+        return Finding(name, "broken", f"{shown} cannot be run: {error.strerror}")
+    except subprocess.TimeoutExpired:
+        return Finding(name, "broken", f"{shown} takes more than three minutes")
     lines = [line for line in done.stdout.splitlines() if containing in line]
-    return lines[0].strip() if lines else f"`{' '.join(command)}` says nothing"
+    if done.returncode or not lines:
+        said = _last_line(done) if done.returncode else "it does not say its version"
+        return Finding(name, "broken", f"{shown} fails: {said}")
+    return Finding(name, "ok", before + lines[0].strip())
 
+
+#: What needs no torch, by the names of the rows.
+_HERE: dict[str, Callable[[], Finding]] = {
+    "C++ compiler": _compiler,
+    "CUDA toolkit": _toolkit,
+    "megatron-core": _megatron,
+}
+_NEEDED = ("torch", "megatron-core", "platform shim")
+_ORDER = (
+    "Python",
+    *("torch", "GPU", "NCCL"),
+    *_HERE,
+    "platform shim",
+    *(name for name in doctor_torch.ROWS if name.startswith("kernels")),
+    *(package.name for package in _PACKAGES),
+)
 
 _COLOURS: dict[Status, str] = {"ok": "green", "absent": "yellow", "broken": "red"}
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from megalatent import doctor
+from megalatent import doctor, doctor_torch
 from megalatent.cli import main
 from megalatent.kernels import extension
 
@@ -41,6 +45,53 @@ def test_every_row(capsys):
     assert findings["megatron-core"]["status"] == "ok"
     assert "all" in findings["platform shim"]["detail"]
     assert all(row["detail"] for row in findings.values())
+
+
+def test_a_broken_torch_is_a_row(tmp_path):
+    """Through the command line, with a torch that does not load, and tools that do not run."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')\n")
+    (tmp_path / "cuda" / "bin").mkdir(parents=True)
+    (tmp_path / "cuda" / "bin" / "nvcc").write_text("no program")
+    root = str(Path(doctor.__file__).resolve().parent.parent)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}:{root}",
+        "CUDA_HOME": str(tmp_path / "cuda"),
+    }
+    command = [sys.executable, "-m", "megalatent.cli", "doctor", "--json"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    findings = {row["name"]: row for row in json.loads(done.stdout)}
+    assert list(findings)[: len(ROWS)] == ROWS
+    assert findings["torch"]["status"] == "broken"
+    assert "libcudart.so.13" in findings["torch"]["detail"]
+    assert "torch does not import" in findings["kernels: C++"]["detail"]
+    assert findings["platform shim"]["status"] == "broken"
+    assert findings["CUDA toolkit"]["status"] == "broken"
+    assert "cannot be run: Permission denied" in findings["CUDA toolkit"]["detail"]
+
+
+def test_a_look_that_raises_is_a_row():
+    def look() -> doctor.Finding:
+        raise KeyError("half a package")
+
+    finding = doctor._looked_at("torch", look)
+    assert (finding.status, finding.needed) == ("broken", True)
+    assert "KeyError: 'half a package'" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("exit 3", "status 3"), ("echo bad >&2; exit 1", "bad"), ("true", "does not say")],
+)
+def test_a_tool_that_fails_is_broken(tmp_path, script, said):
+    tool = tmp_path / "nvcc"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    finding = doctor._says("CUDA toolkit", [str(tool), "--version"], containing="release")
+    assert (finding.status, said in finding.detail) == ("broken", True)
 
 
 def test_table_and_status(monkeypatch, capsys):
@@ -92,7 +143,7 @@ def test_wrong_megatron(monkeypatch):
 def test_unbuilt_kernels_say_how_to_build_them(monkeypatch):
     missing = extension.LibraryState(False, "not built (no C++ compiler); run `make kernels`", {})
     monkeypatch.setattr(extension, "cpu_library", lambda: missing)
-    finding = doctor._compiled_cpu()
+    finding = doctor_torch.compiled_cpu()
     assert (finding.status, finding.detail) == ("absent", missing.reason)
 
 
@@ -109,5 +160,5 @@ def test_kernel_that_computes_wrongly_is_broken(monkeypatch):
         return SimpleNamespace(gated=lambda u, g, e, mask, weight, eps: u * g + e)
 
     monkeypatch.setattr("megalatent.kernels.choice.select", select)
-    finding = doctor._tried("kernels: C++", "cuda", "cpu", "built")
+    finding = doctor_torch.tried("kernels: C++", "cuda", "cpu", "built")
     assert (finding.status, "differ" in finding.detail) == ("broken", True)

@@ -84,6 +84,7 @@ def _fill_nulls(given: Mapping[str, Any], megatron: Mapping[str, Any]) -> dict[s
         UserError: `kind` names no fusion, or the fusion lacks what `input_norm` asks for.
     """
     from megalatent.config_megatron import value_of
+    from megalatent.config_ranges import check_range
 
     fusion = dict(given.get("fusion") or {})
     if fusion.get("kind") == "none":
@@ -110,7 +111,9 @@ def _fill_nulls(given: Mapping[str, Any], megatron: Mapping[str, Any]) -> dict[s
     filled = {**given, "fusion": fusion}
     if "model" in given:
         filled["model"] = depth_multiplier(given["model"], value_of(megatron, "num_layers"))
-    _fill(filled, {"seed": value_of(megatron, "seed")})
+    if filled.get("seed") is None:
+        filled["seed"] = value_of(megatron, "seed")
+        check_range("seed", filled["seed"])  # under the name that the file has
     return filled
 
 

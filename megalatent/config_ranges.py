@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megalatent.config_megatron import options
 from megalatent.errors import UserError
 
-__all__ = ["RANGES", "Range", "check_ranges", "check_split"]
+__all__ = ["RANGES", "Range", "check_range", "check_ranges", "check_split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +132,16 @@ RANGES: dict[str, Range] = {
 
 def check_ranges(args: argparse.Namespace) -> None:
     """Raise a `UserError` for the first option that is outside its range."""
-    for name, allowed in RANGES.items():
-        value = getattr(args, options()[name].action.dest)
-        if value is not None and not allowed.holds(value):
-            raise UserError(f"megatron.{name}: {value} is out of range: give {allowed}")
+    for name in RANGES:
+        check_range(name, getattr(args, options()[name].action.dest))
     check_split(args.split)
+
+
+def check_range(name: str, value: float | None) -> None:
+    """Raise a `UserError` if the option cannot have this value."""
+    allowed = RANGES[name]
+    if value is not None and not allowed.holds(value):
+        raise UserError(f"megatron.{name}: {value} is out of range: give {allowed}")
 
 
 def check_split(text: str | None) -> None:

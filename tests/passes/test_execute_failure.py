@@ -253,6 +253,29 @@ def test_rank_that_is_alone_notices_an_endless_action(tmp_path: Path) -> None:
     assert ">" in (tmp_path / "rank-0.txt").read_text()
 
 
+def test_what_a_launcher_shows_is_not_printed_too(tmp_path: Path) -> None:
+    """The reports say which rank's end is the cause, and which only follow from it."""
+
+    def stage(rank: int) -> None:
+        def report(text: str, follows: bool) -> bool:
+            (tmp_path / f"report{rank}").write_text(f"{follows} {text}")
+            return True
+
+        watch = Watch(NEVER, tmp_path, name=f"rank {rank}", report=report)
+        watch.connect(rank)
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _hang()
+
+    first, second = launch(2, stage, limit=LIMIT)
+    assert (first.code, second.code) == (1, -signal.SIGKILL)
+    assert first.stderr == ""
+    said = (tmp_path / "report0").read_text()
+    assert said.startswith("True rank 1 (stage 1) is gone"), said
+    assert not (tmp_path / "report1").exists()
+
+
 def test_slow_but_moving_is_no_stall(tmp_path: Path) -> None:
     """A step that takes longer than the timeout in all."""
     plan = make_plan(2, 1, (1,) * 6)

@@ -9,7 +9,9 @@ import pytest
 from megatron.core import rerun_state_machine
 from megatron.training import checkpointing
 
+from megalatent import cli
 from megalatent.errors import UserError
+from megalatent.launch.local import RankFailure, run_local
 from megalatent.training.exits import TrainingStopped, why_it_ends
 
 
@@ -49,3 +51,26 @@ def test_what_ends_in_order_or_is_an_error_already() -> None:
     assert why_it_ends(exit_of(sys.exit, 0)) is None
     for error in (ValueError("x"), exit_of(sys.exit, "no data"), KeyboardInterrupt()):
         assert why_it_ends(error) is error
+
+
+def test_the_command_ends_with_megatrons_status(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A supervisor decides by it whether to start again."""
+
+    def stopped(arguments: list[str]) -> int:
+        raise TrainingStopped("the loss is not finite", 17)
+
+    monkeypatch.setattr(cli, "_run", stopped)
+    assert cli.main(["train", "x"]) == 17
+    assert capfd.readouterr().err == "megalatent: error: the loss is not finite\n"
+
+
+def test_a_local_rank_that_megatron_stops_shows_no_traceback() -> None:
+    def worker(rank: int) -> None:
+        raise TrainingStopped("the loss is not finite", 16)
+
+    with pytest.raises(RankFailure) as caught:
+        run_local(worker, 1)
+    assert (caught.value.summary, caught.value.trace) == ("the loss is not finite", "")
+    assert not caught.value.is_user_error

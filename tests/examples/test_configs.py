@@ -25,7 +25,9 @@ def _make_files(folder: Path, megatron: dict[str, Any]) -> None:
     tokenizer.mkdir(parents=True, exist_ok=True)
     (tokenizer / "tokenizer.json").write_text("{}")
     if "load" in megatron and megatron["load"] != megatron.get("save"):
-        (folder / megatron["load"] / "iter_0000100").mkdir(parents=True)
+        weights = folder / megatron["load"] / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt"
+        weights.parent.mkdir(parents=True)
+        weights.touch()
         tracker = folder / megatron["load"] / "latest_checkpointed_iteration.txt"
         tracker.write_text("100")
 

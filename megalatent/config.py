@@ -98,7 +98,13 @@ class Config:
             filled_in={name: reason for name, (_, reason) in filled_in.items()},
         )
 
-    def check(self, world_size: int, *, checkpoints_repaired: bool = False) -> None:
+    def check(
+        self,
+        world_size: int,
+        *,
+        checkpoints_repaired: bool = False,
+        missing: list[str] | None = None,
+    ) -> None:
         """Find contradictions and missing files, for a run on `world_size` processes.
 
         Starts no process and writes nothing.
@@ -106,13 +112,14 @@ class Config:
         Args:
             checkpoints_repaired: whether something else mends the run's own checkpoints before it
                 starts.
+            missing: takes what is wrong with files, which is then no error.
 
         Raises:
             UserError: the first contradiction found.
         """
         from megalatent.config_checks import check
 
-        check(self, world_size, checkpoints_repaired=checkpoints_repaired)
+        check(self, world_size, checkpoints_repaired=checkpoints_repaired, missing=missing)
 
     def megatron_argv(self) -> list[str]:
         """Megatron's command line, without a program name."""

@@ -33,10 +33,26 @@ def check_checkpoints(args: argparse.Namespace, *, repaired: bool) -> None:
         with looking_at("megatron.load", args.load):
             if not fresh or (Path(args.load) / _TRACKER).exists():
                 _check_checkpoint("megatron.load", args.load, args.ckpt_step)
+    if args.save is not None and not resumes and not args.skip_train:
+        with looking_at("megatron.save", args.save):
+            _check_unused(args.save)
     if args.pretrained_checkpoint is not None:
         where = "megatron.pretrained_checkpoint"
         with looking_at(where, args.pretrained_checkpoint):
             _check_checkpoint(where, args.pretrained_checkpoint, None)
+
+
+def _check_unused(save: str) -> None:
+    """A run that does not go on from the checkpoints in its folder would replace them."""
+    tracker = Path(save) / _TRACKER
+    if not tracker.is_file():
+        return
+    latest = tracker.read_bytes().decode(errors="replace").strip()[:40]
+    raise UserError(
+        f"megatron.save: {save}: holds a run that has come to iteration {latest}, which this one"
+        f" would replace: to go on with it, --set megatron.load={save}; to start anew, give another"
+        " folder or remove this one"
+    )
 
 
 def _check_checkpoint(where: str, path: str, step: int | None) -> None:

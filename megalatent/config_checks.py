@@ -16,10 +16,11 @@ import os
 import traceback
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalatent.config_costs import check_costs
-from megalatent.config_files import check_files
+from megalatent.config_files import check_files, missing_files
 from megalatent.config_fp8 import check_fp8
 from megalatent.config_megatron import options, parse
 from megalatent.config_model import check_model
@@ -49,11 +50,17 @@ _REQUIRED = {
 _EMERGING_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
 
 
-def check(config: Config, world_size: int, *, checkpoints_repaired: bool = False) -> None:
+def check(
+    config: Config,
+    world_size: int,
+    *,
+    checkpoints_repaired: bool = False,
+    missing: list[str] | None = None,
+) -> None:
     """Raise a `UserError` for the first contradiction in `config` on `world_size` processes.
 
     Args:
-        checkpoints_repaired: as for `Config.check`.
+        checkpoints_repaired, missing: as for `Config.check`.
     """
     args = parse(config.megatron_argv())
     _check_required(args)
@@ -67,8 +74,13 @@ def check(config: Config, world_size: int, *, checkpoints_repaired: bool = False
     _check_batches(args)
     check_passes_of_run(config, args)
     check_kernel(config, args)
-    check_files(args, config.latent.passes.costs, checkpoints_repaired=checkpoints_repaired)
-    check_costs(args, config.latent.passes.costs)
+    costs = config.latent.passes.costs
+    if missing is None:
+        check_files(args, costs, checkpoints_repaired=checkpoints_repaired)
+    else:
+        missing += missing_files(args, costs)
+    if missing is None or costs is None or Path(costs).is_file():
+        check_costs(args, costs)
     check_profile(config.latent.profile, args)
     _check_by_megatron(args, world_size)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+import struct
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megalatent.config_checkpoint import check_checkpoints
 from megalatent.config_paths import check_writable, looking_at
 from megalatent.errors import UserError
 
-__all__ = ["check_files"]
+__all__ = ["check_files", "missing_files"]
 
 
 def check_files(
@@ -24,13 +25,39 @@ def check_files(
         checkpoints_repaired: whether something else mends the run's own checkpoints before it
             starts.
     """
-    _check_data(args)
-    _check_tokenizer(args)
-    check_checkpoints(args, repaired=checkpoints_repaired)
+    for check in _checks(args, costs, checkpoints_repaired):
+        check()
+
+
+def missing_files(args: argparse.Namespace, costs: str | None) -> list[str]:
+    """What `check_files` would refuse, a line each: a plan can be looked at before its data is."""
+    found = []
+    for check in _checks(args, costs, False):
+        try:
+            check()
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def _checks(
+    args: argparse.Namespace, costs: str | None, repaired: bool
+) -> Iterator[Callable[[], None]]:
+    yield lambda: _check_data(args)
+    yield lambda: _check_tokenizer(args)
+    yield lambda: check_checkpoints(args, repaired=repaired)
+    yield lambda: _check_folders(args)
+    yield lambda: _check_costs(costs)
+
+
+def _check_folders(args: argparse.Namespace) -> None:
     for name in ("save", "tensorboard_dir", "data_cache_path", "wandb_save_dir"):
         folder = getattr(args, name)
         if folder is not None:
             check_writable(f"megatron.{name}", folder)
+
+
+def _check_costs(costs: str | None) -> None:
     if costs is not None and not _is_file("latent.passes.costs", costs):
         raise UserError(
             f"latent.passes.costs: {costs}: no such file: give a file of measured costs, or null"
@@ -65,7 +92,9 @@ def _check_data(args: argparse.Namespace) -> None:
             " one"
         )
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        _check_blend(f"megatron.{name}", getattr(args, name) or [])
+        prefixes = _check_blend(f"megatron.{name}", getattr(args, name) or [])
+        if name == "data_path" and not args.sft:
+            _check_shares(args.split, prefixes)
     if args.data_args_path:
         where = "megatron.data_args_path"
         _check_blend(where, _read(where, args.data_args_path).split())
@@ -94,8 +123,35 @@ def _read(where: str, path: str) -> str:
         raise UserError(f"{where}: {path}: cannot be read: give an existing text file") from None
 
 
-def _check_blend(where: str, entries: Iterable[str]) -> None:
-    """Prefixes, or weights and prefixes in turn, as Megatron reads them."""
+# What Megatron takes where the config says nothing.
+_SPLIT = "969, 30, 1"
+# Of Megatron's .idx files: mark and version, then kind of number, sequences and documents.
+_IDX = struct.Struct("<9sQBQQ")
+
+
+def _check_shares(split: str | None, prefixes: Iterable[str]) -> None:
+    """Every part that is asked for gets a document; Megatron never ends looking for one."""
+    parts = [float(share) for share in (split or _SPLIT).replace("/", ",").split(",")]
+    for prefix in prefixes:
+        with looking_at("megatron.data_path", prefix), open(f"{prefix}.idx", "rb") as file:
+            head = file.read(_IDX.size)
+        if len(head) < _IDX.size or not head.startswith(b"MMIDIDX"):
+            continue  # Megatron says what is wrong with it
+        documents = _IDX.unpack(head)[3]
+        begin = 0.0
+        for name, share in zip(("training", "validation", "test"), parts, strict=False):
+            end = begin + share / sum(parts)
+            if share > 0 and round(end * documents) <= round(begin * documents):
+                given = f"{split!r}" if split else f"'{_SPLIT}' (Megatron's, if none is given)"
+                raise UserError(
+                    f"megatron.split: {given} leaves none of the {documents} documents of {prefix}"
+                    f' for the {name} set: give it more, or 0 for no such set, as in "98,2,0"'
+                )
+            begin = end
+
+
+def _check_blend(where: str, entries: Iterable[str]) -> list[str]:
+    """Prefixes, or weights and prefixes in turn, as Megatron reads them; the prefixes."""
     items = [str(entry) for entry in entries]
     if len(items) > 1:
         if len(items) % 2:
@@ -122,6 +178,7 @@ def _check_blend(where: str, entries: Iterable[str]) -> None:
                 raise UserError(
                     f"{where}: {prefix}{ending}: no such file{hint}: make it with `megalatent data`"
                 )
+    return items
 
 
 # Tokenizer type -> the option with its file. A Hugging Face tokenizer is a folder, or the name of

@@ -147,7 +147,9 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
             f"{args.model} has no config.json: give a Hugging Face export, which `megalatent "
             "convert to-hf` makes from a checkpoint."
         )
-    if not folder.is_dir() and (folder.exists() or args.model.count("/") != 1):
+    # Else it may be the name of a model on a hub.
+    local = folder.exists() or folder.parent.is_dir() or args.model.count("/") != 1
+    if not folder.is_dir() and local:
         raise UserError(f"{args.model} is not a folder: give a Hugging Face export.")
     try:
         import torch

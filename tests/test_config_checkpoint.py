@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +122,41 @@ def test_what_is_repaired_before_the_start_is_no_mistake(saved: Path) -> None:
     elsewhere = config(load=str(saved), save=f"{saved}2", save_interval=5)
     with pytest.raises(UserError, match="no iteration"):
         elsewhere.check(1, checkpoints_repaired=True)
+
+
+def test_a_run_is_not_replaced_by_another(saved: Path) -> None:
+    given = {"save": str(saved), "save_interval": 3}
+    with pytest.raises(UserError, match="holds a run that has come to iteration 9"):
+        config(**given).check(1)
+    config(**given, load=str(saved)).check(1)
+    config(**given, skip_train=True).check(1)
+
+
+@pytest.mark.parametrize(
+    ("split", "documents", "empty"),
+    [
+        (None, 1000, None),
+        (None, 79, "test"),
+        (None, 9, "validation"),
+        ("98,2,0", 30, None),
+        ("98,2,0", 20, "validation"),
+        ("90,10,0", 79, None),
+        ("50,50,0", 1, "training"),
+    ],
+)
+def test_each_set_has_a_document(
+    split: str | None, documents: int, empty: str | None, tmp_path: Path
+) -> None:
+    """Megatron rounds the bounds of the shares to whole documents."""
+    (tmp_path / "x.bin").touch()
+    head = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 4, documents, documents + 1)
+    (tmp_path / "x.idx").write_bytes(head)
+    given = config(mock_data=False, data_path=[str(tmp_path / "x")])
+    given = dataclasses.replace(given, megatron={**given.megatron, "split": split})
+    if split is None:
+        given.megatron.pop("split")
+    if empty is None:
+        given.check(1)
+    else:
+        with pytest.raises(UserError, match=f"split: .* for the {empty} set"):
+            given.check(1)

@@ -89,7 +89,8 @@ def run_train_command(args: argparse.Namespace) -> int:
         args.overrides = [*args.overrides, f"latent.profile.steps={args.profile_steps}"]
     place = None if args.nproc is not None else find_place(os.environ)
     try:
-        config, world_size = load_config(args, place)
+        missing: list[str] | None = [] if args.dry_run else None
+        config, world_size = load_config(args, place, missing)
     except UserError:
         if place is not None and place.local_rank != 0:
             return 2  # every rank finds the same mistake: one a node says so
@@ -101,7 +102,7 @@ def run_train_command(args: argparse.Namespace) -> int:
             print(f"megalatent: note: {note}", file=sys.stderr, flush=True)
     if args.dry_run:
         if place is None or place.rank == 0:
-            print(describe_run(config, world_size), end="")
+            print(describe_run(config, world_size, missing or ()), end="")
     elif place is None:
         start(config, world_size, again=_same_command(args), method=args.start_method)
     else:
@@ -109,12 +110,15 @@ def run_train_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def load_config(args: argparse.Namespace, place: Joined | None) -> tuple[Config, int]:
+def load_config(
+    args: argparse.Namespace, place: Joined | None, missing: list[str] | None = None
+) -> tuple[Config, int]:
     """The checked configuration and the number of processes it was checked for.
 
     Args:
         args: `config` (the path), `overrides` and `nproc`.
         place: in a run that something else has started.
+        missing: as for `Config.check`.
 
     Raises:
         UserError: a mistake in the config or on the command line.
@@ -127,7 +131,7 @@ def load_config(args: argparse.Namespace, place: Joined | None) -> tuple[Config,
     config = Config.load(args.config, args.overrides)
     try:
         world_size = place.world_size if place else args.nproc or default_nproc(config)
-        config.check(world_size)
+        config.check(world_size, missing=missing)
     except UserError as error:
         raise UserError(f"{args.config}: {error}") from None
     return config, world_size
@@ -168,8 +172,12 @@ def default_nproc(config: Config) -> int:
     return smallest_world_size(parse(config.megatron_argv()))
 
 
-def describe_run(config: Config, world_size: int) -> str:
-    """The resolved config as YAML, what was filled in, memory, and Megatron's command line."""
+def describe_run(config: Config, world_size: int, missing: Sequence[str] = ()) -> str:
+    """The resolved config as YAML, what was filled in, memory, and Megatron's command line.
+
+    Args:
+        missing: what must be mended before the run can start.
+    """
     import yaml
 
     text = yaml.safe_dump(config.resolved(), sort_keys=False, allow_unicode=True)
@@ -184,6 +192,7 @@ def describe_run(config: Config, world_size: int) -> str:
     from megalatent.training.estimate import describe
 
     lines += [f"# note: {note}" for note in notes(config)]
+    lines += [f"# before it can run: {problem}" for problem in missing]
     lines += ["", *(f"# {line}" for line in describe(config, world_size))]
     lines += ["", "# Megatron's command line:", shlex.join(config.megatron_argv())]
     return "\n".join(lines) + "\n"

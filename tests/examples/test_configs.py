@@ -46,12 +46,14 @@ def test_dry_run(
     given = yaml.safe_load(path.read_text())
     monkeypatch.chdir(tmp_path)
     # Without its files it says what is missing; nothing else is wrong.
-    assert main(["train", str(path), "--dry-run"]) == 2
-    assert "no such" in capfd.readouterr().err
+    assert main(["train", str(path), "--dry-run"]) == 0
+    assert "# before it can run: megatron.data_path: " in capfd.readouterr().out
     _make_files(tmp_path, given["megatron"])
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", str(path), "--dry-run"]) == 0
-    shown = yaml.safe_load(capfd.readouterr().out.split("# Megatron's command line")[0])
+    out = capfd.readouterr().out
+    assert "before it can run" not in out
+    shown = yaml.safe_load(out.split("# Megatron's command line")[0])
     assert shown["megatron"].keys() >= given["megatron"].keys()
     assert len(shown["latent"]["passes"]["schedule"]) >= 1
     assert sorted(tmp_path.rglob("*")) == before

@@ -40,6 +40,7 @@ from megatron.training import training  # noqa: E402
 
 from megalatent.config import Config  # noqa: E402
 from megalatent.training import pretrain  # noqa: E402
+from megalatent.training.exits import TrainingStopped  # noqa: E402
 from tests.distributed.harness import run_ranks  # noqa: E402
 from tests.distributed.layout import (  # noqa: E402
     OPTIMIZER_TENSORS,
@@ -213,6 +214,8 @@ def _rank(rank: int, job: _Job) -> Outcome:
             job.run(job.config)
     except SystemExit as end:
         outcome.exit_code = end.code if isinstance(end.code, int) else 0
+    except TrainingStopped as end:
+        outcome.exit_code = end.status
     except BaseException as error:
         shown = printed.getvalue().split("end of arguments")[-1]
         raise RuntimeError(f"{type(error).__name__}: {error}\n{shown}") from error

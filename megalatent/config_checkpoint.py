@@ -33,7 +33,8 @@ def check_checkpoints(args: argparse.Namespace, *, repaired: bool) -> None:
         with looking_at("megatron.load", args.load):
             if not fresh or (Path(args.load) / _TRACKER).exists():
                 _check_checkpoint("megatron.load", args.load, args.ckpt_step)
-    if args.save is not None and not resumes and not args.skip_train:
+    # Who mends the run's checkpoints also lets it go on from them.
+    if args.save is not None and not resumes and not args.skip_train and not repaired:
         with looking_at("megatron.save", args.save):
             _check_unused(args.save)
     if args.pretrained_checkpoint is not None:

@@ -130,6 +130,7 @@ def test_a_run_is_not_replaced_by_another(saved: Path) -> None:
         config(**given).check(1)
     config(**given, load=str(saved)).check(1)
     config(**given, skip_train=True).check(1)
+    config(**given).check(1, checkpoints_repaired=True)
 
 
 @pytest.mark.parametrize(

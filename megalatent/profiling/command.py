@@ -126,7 +126,8 @@ def _load(args: argparse.Namespace, place: Joined | None) -> tuple[Config, Cases
     """The config, checked, with what profiling changes; the cases; the number of processes."""
     from megalatent.launch.train_command import load_config
 
-    config, _ = load_config(args, place)
+    # Files are looked at once it is settled which are used: nothing is saved.
+    config, _ = load_config(args, place, [])
     cases = read_cases(config, args.passes, args.mixture)
     changes = profile_overrides(config, CasePlan(cases, args.warmup, args.steps).iterations)
     given = argparse.Namespace(**{**vars(args), "overrides": [*args.overrides, *changes]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from megalatent.cli import main
 from megalatent.config import Config
 from megalatent.passes.costs import Costs
 from megalatent.profiling.cases import CasePlan, profile_overrides, read_cases
+from megalatent.profiling.command import _load
 from megalatent.profiling.output import Targets, publish
 from tests.profiling.test_advice import recorded
 from tests.training.runs import MODEL
@@ -63,6 +65,21 @@ def test_a_profile_leaves_nothing_behind() -> None:
         "megatron.no_load_rng=true",
         "megatron.train_iters=30",
     ]
+
+
+def test_the_run_that_was_trained_can_be_profiled(tmp_path: Path) -> None:
+    """Its folder holds checkpoints, which a training would replace; a profile does not save."""
+    tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir()
+    tracker.write_text("9")
+    args = argparse.Namespace(
+        config=config(tmp_path),
+        overrides=[f"megatron.save={tracker.parent}", "megatron.save_interval=5"],
+        nproc=1, passes=None, mixture=None, warmup=1, steps=2,
+    )  # fmt: skip
+    settled, cases, world_size = _load(args, None)
+    assert "save" not in settled.megatron
+    assert (len(cases), world_size) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from megalatent.launch.rank import RANK_SIGNALS, LastWords, run_rank
+from megalatent.launch.signals import blocked
 
 __all__ = ["RankFailure", "Stopped", "run_local"]
 
@@ -138,7 +139,7 @@ class _Launcher:
 
         process = multiprocessing.get_context("fork").Process(target=main, name=f"rank {rank}")
         # Until the child has its own handlers, a signal would be lost in the launcher's.
-        with _blocked(self.signals):
+        with blocked(self.signals):
             process.start()
         started = _Rank(rank, process, words_in, stderr_in)
         self.ranks.append(started)
@@ -364,16 +365,6 @@ def _serve_store(listening: socket.socket) -> Any:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-
-
-@contextlib.contextmanager
-def _blocked(signals: Set[int]) -> Iterator[None]:
-    """Hold signals back from this thread, and from what it forks, until the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

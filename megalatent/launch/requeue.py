@@ -5,12 +5,12 @@ Imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from megalatent.launch.runfolder import RunFolder
+from megalatent.launch.signals import blocked
 from megalatent.launch.slurm import Slurm, SlurmError
 
 __all__ = ["start_again"]
@@ -33,44 +33,23 @@ def start_again(
         SlurmError: neither was possible.
     """
     # Requeueing sends SIGTERM to every process of the job, also to the command that asks for it.
-    with _terminate_blocked():
-        return _start_again(slurm, job, folder, excluded, delay_seconds, say)
-
-
-@contextlib.contextmanager
-def _terminate_blocked() -> Iterator[None]:
-    """Commands started meanwhile do not get SIGTERM; this process gets it afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_again(
-    slurm: Slurm,
-    job: str,
-    folder: RunFolder,
-    excluded: Sequence[str],
-    delay_seconds: float,
-    say: Callable[[str], None],
-) -> str:
-    try:
-        slurm.requeue(job)
-    except SlurmError as error:
-        # Slurm was quicker, because a node went down, or its answer was lost: a second job would
-        # run the same training
-        if slurm.job_state(job) not in ("PENDING", "COMPLETING", "REQUEUED"):
-            return _submit_again(slurm, job, folder, excluded, delay_seconds, say, error)
-    # possible only now that the job is pending again
-    try:
-        if excluded:
-            slurm.exclude(job, excluded)
-        if _sooner_than(slurm.job_field(job, "EligibleTime"), delay_seconds):
-            slurm.delay(job, delay_seconds)
-    except SlurmError as error:
-        say(f"the job is requeued, but without its delay and excluded nodes: {error}")
-    return job
+    with blocked({signal.SIGTERM}):
+        try:
+            slurm.requeue(job)
+        except SlurmError as error:
+            # Slurm was quicker, because a node went down, or its answer was lost: a second job
+            # would run the same training
+            if slurm.job_state(job) not in ("PENDING", "COMPLETING", "REQUEUED"):
+                return _submit_again(slurm, job, folder, excluded, delay_seconds, say, error)
+        # possible only now that the job is pending again
+        try:
+            if excluded:
+                slurm.exclude(job, excluded)
+            if _sooner_than(slurm.job_field(job, "EligibleTime"), delay_seconds):
+                slurm.delay(job, delay_seconds)
+        except SlurmError as error:
+            say(f"the job is requeued, but without its delay and excluded nodes: {error}")
+        return job
 
 
 def _submit_again(

@@ -16,7 +16,6 @@ import os
 import traceback
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalatent.config_costs import check_costs
@@ -79,8 +78,7 @@ def check(
         check_files(args, costs, checkpoints_repaired=checkpoints_repaired)
     else:
         missing += missing_files(args, costs)
-    if missing is None or costs is None or Path(costs).is_file():
-        check_costs(args, costs)
+    check_costs(args, costs)
     check_profile(config.latent.profile, args)
     _check_by_megatron(args, world_size)
 

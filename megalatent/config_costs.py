@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from megalatent.errors import UserError
 from megalatent.passes.costs import Costs
@@ -12,8 +13,11 @@ __all__ = ["check_costs", "virtual_chunks"]
 
 
 def check_costs(args: argparse.Namespace, path: str | None) -> None:
-    """Raise a `UserError` if the costs in `path` cannot be those of the pipeline in `args`."""
-    if path is None:
+    """Raise a `UserError` if the costs in `path` cannot be those of the pipeline in `args`.
+
+    A file that is not there is for `check_files` to name.
+    """
+    if path is None or not Path(path).is_file():
         return
     stages, chunks = args.pipeline_model_parallel_size, virtual_chunks(args)
     try:

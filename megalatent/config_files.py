@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megalatent.config_checkpoint import check_checkpoints
 from megalatent.config_paths import check_writable, looking_at
+from megalatent.config_ranges import read_split
 from megalatent.errors import UserError
 
 __all__ = ["check_files", "missing_files"]
@@ -131,7 +132,7 @@ _IDX = struct.Struct("<9sQBQQ")
 
 def _check_shares(split: str | None, prefixes: Iterable[str]) -> None:
     """Every part that is asked for gets a document; Megatron never ends looking for one."""
-    parts = [float(share) for share in (split or _SPLIT).replace("/", ",").split(",")]
+    parts = read_split(split or _SPLIT)
     for prefix in prefixes:
         with looking_at("megatron.data_path", prefix), open(f"{prefix}.idx", "rb") as file:
             head = file.read(_IDX.size)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megalatent.config_megatron import options
 from megalatent.errors import UserError
 
-__all__ = ["RANGES", "Range", "check_range", "check_ranges", "check_split"]
+__all__ = ["RANGES", "Range", "check_range", "check_ranges", "read_split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,8 @@ def check_ranges(args: argparse.Namespace) -> None:
     """Raise a `UserError` for the first option that is outside its range."""
     for name in RANGES:
         check_range(name, getattr(args, options()[name].action.dest))
-    check_split(args.split)
+    if args.split is not None:
+        read_split(args.split)
 
 
 def check_range(name: str, value: float | None) -> None:
@@ -144,10 +145,12 @@ def check_range(name: str, value: float | None) -> None:
         raise UserError(f"megatron.{name}: {value} is out of range: give {allowed}")
 
 
-def check_split(text: str | None) -> None:
-    """Shares of train, validation and test, as in `90,10,0`."""
-    if text is None:
-        return
+def read_split(text: str) -> list[float]:
+    """Shares of training, validation and test, as in `90,10,0`.
+
+    Raises:
+        UserError: it is no split.
+    """
     try:
         shares = [float(part) for part in re.split(r"[,/\s]+", text.strip())]
     except ValueError:
@@ -159,3 +162,4 @@ def check_split(text: str | None) -> None:
         )
     if not shares[0]:
         raise UserError(f"megatron.split: {text!r} leaves nothing to train on: give a first share")
+    return shares

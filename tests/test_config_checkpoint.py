@@ -141,6 +141,7 @@ def test_a_run_is_not_replaced_by_another(saved: Path) -> None:
         (None, 9, "validation"),
         ("98,2,0", 30, None),
         ("98,2,0", 20, "validation"),
+        ("98 2 0", 20, "validation"),
         ("90,10,0", 79, None),
         ("50,50,0", 1, "training"),
     ],

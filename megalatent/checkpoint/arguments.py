@@ -13,6 +13,7 @@ from typing import Any
 
 from megalatent.config_model import ModelConfig
 from megalatent.errors import UserError
+from megalatent.training.expert_layers import expert_layers
 
 __all__ = ["MODEL_ATTRIBUTE", "config_from_args", "megatron_options", "model_config", "to_args"]
 
@@ -184,11 +185,8 @@ def _experts_from_args(args: Any) -> dict[str, Any]:
     if fields["moe_intermediate_size"] is None:
         fields["moe_intermediate_size"] = args.ffn_hidden_size
     frequency = getattr(args, "moe_layer_freq", 1)
-    layers = range(args.num_layers)
-    if isinstance(frequency, int):
-        fields["mlp_only_layers"] = [i for i in layers if i % frequency]
-    else:
-        fields["mlp_only_layers"] = [i for i in layers if not frequency[i]]
+    pattern = expert_layers(frequency, args.num_layers)
+    fields["mlp_only_layers"] = [i for i, experts in enumerate(pattern) if not experts]
     coefficient = fields["router_aux_loss_coef"]
     if isinstance(coefficient, list):
         fields["router_aux_loss_coef"] = sum(coefficient)

@@ -12,6 +12,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from megalatent.training.expert_layers import expert_layers
+
 if TYPE_CHECKING:
     from megalatent.config import LatentConfig
 
@@ -137,9 +139,5 @@ class StepFlops:
 
 def _expert_layers(args: argparse.Namespace) -> int:
     """Layers with experts, multi-token prediction's among them."""
-    frequency, layers = args.moe_layer_freq, args.num_layers
-    if isinstance(frequency, int):
-        pattern = [i % frequency == 0 for i in range(layers)]
-    else:
-        pattern = [bool(x) for x in frequency]
+    pattern = expert_layers(args.moe_layer_freq, args.num_layers)
     return sum(pattern) + (args.mtp_num_layers or 0) * bool(pattern and pattern[-1])

@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megalatent.config_latent import LatentConfig
+from megalatent.training.expert_layers import expert_layers
 
 __all__ = ["LayerShapes", "Shapes"]
-
-# Weights of a fusion, in matrices of h x h and vectors of h.
-_FUSIONS = {"gated": (2, 2), "additive": (1, 1), "concat": (2, 3)}
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,7 @@ class Shapes:
         config = self._config
         if not config.num_moe_experts:
             return [False] * config.num_layers
-        frequency = config.moe_layer_freq
-        if isinstance(frequency, int):
-            return [i % frequency == 0 for i in range(config.num_layers)]
-        return [bool(x) for x in frequency]
+        return expert_layers(config.moe_layer_freq, config.num_layers)
 
     def _numbers(self, stage: int, chunk: int) -> list[int]:
         """Numbers of a chunk's layers, from 0, as Megatron distributes them."""
@@ -196,9 +193,15 @@ class Shapes:
     # -- ends -------------------------------------------------------------------------------
 
     def _fusion(self) -> _Count:
-        kind, h = self._latent.fusion.kind, self._config.hidden_size
-        matrices, vectors = _FUSIONS.get(kind, (0, 0))
-        return _Count(matrices=matrices * h * h, rest=vectors * h)
+        from megalatent.model.fusion import FUSIONS, FusionSettings
+
+        if not self._latent.fusion.fuses:
+            return _Count()
+        settings = FusionSettings(hidden_size=self._config.hidden_size, eps=1.0)
+        with torch.device("meta"):
+            weights = list(FUSIONS[self._latent.fusion.kind](settings).parameters())
+        matrices = sum(weight.numel() for weight in weights if weight.dim() > 1)
+        return _Count(matrices, sum(weight.numel() for weight in weights) - matrices)
 
     def _vector(self) -> int:
         return self._config.hidden_size * (1 if self._config.normalization == "RMSNorm" else 2)

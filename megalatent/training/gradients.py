@@ -76,18 +76,20 @@ class GradientSync:
     def _overlapped(self, chunk: int) -> list[Any]:
         """Bucket groups whose reduction overlaps with the backward, in Megatron's order."""
         wrapped = self.chunks[chunk]
-        if not isinstance(wrapped, DistributedDataParallel):
-            return []
-        if not wrapped.ddp_config.overlap_grad_reduce:
-            return []
-        return wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups
+        if isinstance(wrapped, DistributedDataParallel) and wrapped.ddp_config.overlap_grad_reduce:
+            return _groups(wrapped)
+        return []
 
     def close_parameter_gathers(self) -> None:
         """Wait for gathers that no module of this step waited for (the fusion's, if K = 1)."""
         for chunk in self._wrapped():
-            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            for group in _groups(chunk):
                 if group.param_gather_handle is not None:
                     group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _wrapped(self) -> list[Any]:
         return [c for c in self.chunks if isinstance(c, DistributedDataParallel)]
+
+
+def _groups(wrapped: DistributedDataParallel) -> list[Any]:
+    return wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups

@@ -9,21 +9,9 @@ import pytest
 import yaml
 
 from megalatent.cli import main
+from tests.test_config import MODEL as PLAIN
 
-MODEL: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "micro_batch_size": 1,
-    "global_batch_size": 4,
-    "train_iters": 10,
-    "lr": 1e-3,
-    "mock_data": True,
-    "tokenizer_type": "NullTokenizer",
-    "vocab_size": 100,
-    "position_embedding_type": "rope",
-}
+MODEL: dict[str, Any] = {**PLAIN, "position_embedding_type": "rope"}
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}

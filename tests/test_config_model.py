@@ -8,21 +8,9 @@ import pytest
 
 from megalatent.config import Config, ModelConfig
 from megalatent.errors import UserError
+from tests.test_config import MODEL as PLAIN
 
-MODEL: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "micro_batch_size": 1,
-    "global_batch_size": 4,
-    "train_iters": 10,
-    "lr": 1e-3,
-    "mock_data": True,
-    "tokenizer_type": "NullTokenizer",
-    "vocab_size": 100,
-    "position_embedding_type": "rope",
-}
+MODEL: dict[str, Any] = {**PLAIN, "position_embedding_type": "rope"}
 
 
 def config(model: Any, **megatron: Any) -> Config:

@@ -89,6 +89,37 @@ def test_evaluation_in_a_container(tmp_path: Path) -> None:
     assert f"--container-mounts={mounts}" in done.stdout.splitlines()
 
 
+def test_a_profile_is_one_task_per_gpu_that_writes_into_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").touch()
+    done = submit(
+        tmp_path,
+        "profile.sbatch",
+        ["run.yaml", "my out", "--passes", "1,2"],
+        "MEGALATENT_PYTHON=py\n",
+        SLURM_GPUS_PER_NODE="8",
+        SLURM_CPUS_PER_TASK="4",
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    out = tmp_path / "my out"
+    assert out.is_dir()
+    assert words[words.index("py") + 1 :] == [
+        *("-m", "megalatent.launch.slurm_rank", "profile", f"{tmp_path}/run.yaml"),
+        *("--json", f"{out}/profile.json", "--html", f"{out}/profile.html"),
+        *("--trace", f"{out}/profile.trace.json", "--costs", f"{out}/costs.json"),
+        *("--passes", "1,2"),
+    ]
+    assert {"--cpus-per-task=4", "--cpu-bind=none", "--kill-on-bad-exit=1"} <= set(words)
+
+
+def test_a_profile_without_an_output_folder_says_what_to_give(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").touch()
+    environment = {"SLURM_GPUS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "4"}
+    done = submit(tmp_path, "profile.sbatch", ["run.yaml"], **environment)
+    assert done.returncode != 0
+    assert "give OUT, a folder for the files" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("template", "given"), [("evaluate", []), ("evaluate", ["a"]), ("convert", [])]
 )

@@ -49,10 +49,12 @@ from tests.distributed.layout import (  # noqa: E402
 )
 
 __all__ = [
+    "CHANGING",
     "MIXED",
     "SEQ",
     "VOCAB",
     "Outcome",
+    "Sources",
     "configuration",
     "last_stage",
     "losses",
@@ -101,6 +103,14 @@ MODEL: dict[str, Any] = {
 # K changes all the time; jitter and prefix mixin are on by default.
 MIXED: dict[str, Any] = {
     "schedule": {1: 0.4, 2: 0.3, 3: 0.3},
+    "lambda": 0.5,
+    "timeout_seconds": 60,
+}
+# K is 2, 1, 3, 1, 2 in the first five steps.
+CHANGING: dict[str, Any] = {
+    "schedule": [
+        {"start": start, "mixture": {passes: 1.0}} for start, passes in enumerate((2, 1, 3, 1, 2))
+    ],
     "lambda": 0.5,
     "timeout_seconds": 60,
 }
@@ -303,6 +313,26 @@ def _forward_step(iterator: Any, model: Any) -> Any:
         return total, tokens, {"lm loss": report}
 
     return output, loss
+
+
+class Sources:
+    """Uninterrupted runs by layout, each made once.
+
+    Args:
+        train: called with the folder, the run's name in it, the number of ranks, and options.
+    """
+
+    def __init__(
+        self, folder: Path, train: Callable[[Path, str, int, dict[str, Any]], Outcome]
+    ) -> None:
+        self.folder, self.train = folder, train
+        self.made: dict[str, Outcome] = {}
+
+    def get(self, ranks: int, options: dict[str, Any]) -> tuple[str, Outcome]:
+        name = f"{ranks} {options}".translate(str.maketrans("", "", " {}':,_"))
+        if name not in self.made:
+            self.made[name] = self.train(self.folder, name, ranks, options)
+        return name, self.made[name]
 
 
 def last_stage(outcomes: list[Outcome]) -> Outcome:

@@ -9,18 +9,20 @@ import pytest
 import torch
 
 from tests.distributed.layout import OPTIMIZER_TENSORS
-from tests.training.runs import Outcome, configuration, last_stage, losses, same_state, train
+from tests.training.runs import (
+    CHANGING,
+    Outcome,
+    Sources,
+    configuration,
+    last_stage,
+    losses,
+    same_state,
+    train,
+)
 
 # Steps 1-2 are saved, 3-5 follow; K is 2, 1, 3, 1, 2. The learning rate decays from step 4 on.
-PASSES = {
-    "schedule": [
-        {"start": start, "mixture": {passes: 1.0}} for start, passes in enumerate((2, 1, 3, 1, 2))
-    ],
-    "lambda": 0.5,
-    "timeout_seconds": 60,
-}
 LATENT = {
-    "passes": PASSES,
+    "passes": CHANGING,
     "optimizer": {"adam_lr": 1e-3, "adam_weight_decay": 0.01},
     "decay_phase": {"weight_decay_follows_lr": True, "z_loss": 1e-3},
 }
@@ -50,23 +52,9 @@ def _train(folder: Path, name: str, ranks: int, options: dict[str, Any], **more:
     return last_stage(train(given, ranks))
 
 
-class _Sources:
-    """Uninterrupted runs by layout, each made once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.made: dict[str, Outcome] = {}
-
-    def get(self, ranks: int, options: dict[str, Any]) -> tuple[str, Outcome]:
-        name = f"{ranks} {options}".translate(str.maketrans("", "", " {}':,_"))
-        if name not in self.made:
-            self.made[name] = _train(self.folder, name, ranks, options)
-        return name, self.made[name]
-
-
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> _Sources:
-    return _Sources(tmp_path_factory.mktemp("sources"))
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return Sources(tmp_path_factory.mktemp("sources"), _train)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +67,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> _Sources:
         pytest.param(2, PP2, id="pp2", marks=full),
     ],
 )
-def test_resuming_changes_nothing(sources: _Sources, ranks: int, options: dict[str, Any]) -> None:
+def test_resuming_changes_nothing(sources: Sources, ranks: int, options: dict[str, Any]) -> None:
     source, expected = sources.get(ranks, options)
     load: dict[str, Any] = {"load": str(sources.folder / source), "ckpt_step": SAVED}
     name = f"resumed-{source}"
@@ -108,7 +96,7 @@ def test_resuming_changes_nothing(sources: _Sources, ranks: int, options: dict[s
     ],
 )
 def test_another_layout_goes_on(
-    sources: _Sources, before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]]
+    sources: Sources, before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]]
 ) -> None:
     source, expected = sources.get(*before)
     name = f"resharded-{len(list(sources.folder.iterdir()))}"
@@ -127,7 +115,7 @@ def test_another_layout_goes_on(
             assert difference <= 2e-3 * tensor.norm(), f"{key} of {weight}"
 
 
-def test_matrices_are_sorted_as_said(sources: _Sources) -> None:
+def test_matrices_are_sorted_as_said(sources: Sources) -> None:
     """NorMuon has the matrices, the fusion's too; Adam the embedding and the vectors."""
     _, outcome = sources.get(1, LAYER_WISE)
     matrices = {n for n, w in outcome.weights.items() if w.dim() == 2 and "embedding" not in n}

@@ -11,16 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.training.runs import Outcome, configuration, last_stage, losses, train
+from tests.training.runs import CHANGING, Outcome, Sources, configuration, last_stage, losses, train
 
 # Steps 1-2 are saved, 3-5 follow; K is 2, 1, 3, 1, 2.
-PASSES = {
-    "schedule": [
-        {"start": start, "mixture": {passes: 1.0}} for start, passes in enumerate((2, 1, 3, 1, 2))
-    ],
-    "lambda": 0.5,
-    "timeout_seconds": 60,
-}
 SAVED, STEPS = 2, 5
 
 ONE: dict[str, Any] = {}
@@ -35,7 +28,7 @@ PLAIN: dict[str, Any] = {}
 def _train(folder: Path, name: str, ranks: int, options: dict[str, Any], **more: Any) -> Outcome:
     given = configuration(
         folder,
-        {"passes": PASSES},
+        {"passes": CHANGING},
         train_iters=STEPS,
         save=str(folder / name),
         save_interval=SAVED,
@@ -49,23 +42,9 @@ def _buckets(chunks: list[Any], optimizer: Any, step: int) -> int:
     return sum(len(buffer.buckets) for chunk in chunks for buffer in chunk.buffers)
 
 
-class _Sources:
-    """Uninterrupted runs by layout, each made once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.made: dict[str, Outcome] = {}
-
-    def get(self, ranks: int, options: dict[str, Any]) -> tuple[str, Outcome]:
-        name = f"{ranks} {options}".translate(str.maketrans("", "", " {}':,_"))
-        if name not in self.made:
-            self.made[name] = _train(self.folder, name, ranks, options)
-        return name, self.made[name]
-
-
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> _Sources:
-    return _Sources(tmp_path_factory.mktemp("sources"))
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return Sources(tmp_path_factory.mktemp("sources"), _train)
 
 
 full = pytest.mark.full
@@ -89,7 +68,7 @@ full = pytest.mark.full
     ],
 )
 def test_other_layout(
-    sources: _Sources,
+    sources: Sources,
     before: tuple[int, dict[str, Any]],
     after: tuple[int, dict[str, Any]],
     optimizer: dict[str, Any],

@@ -30,9 +30,9 @@ from megalatent.profiling.measure import (
     typical,
     windows,
 )
-from megalatent.profiling.page_tables import time_text
 from megalatent.profiling.records import Case, Recording
 from megalatent.profiling.rows import KIND_NAMES
+from megalatent.profiling.units import time_text
 
 __all__ = [
     "Comparison",

@@ -10,16 +10,9 @@ from megalatent.profiling.measure import Window, typical, windows
 from megalatent.profiling.measured_costs import Measured
 from megalatent.profiling.page_data import Planned
 from megalatent.profiling.records import Case, Recording
+from megalatent.profiling.units import bytes_text, time_text
 
-__all__ = ["overhead", "stage_table", "tiles", "time_text"]
-
-
-def time_text(seconds: float) -> str:
-    """Seconds with four digits in a fitting unit."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if abs(seconds) * scale >= 1 or unit == "µs":
-            return f"{seconds * scale:.4g} {unit}"
-    raise AssertionError("not reached")
+__all__ = ["overhead", "stage_table", "tiles"]
 
 
 def _visit_seconds(measured: Measured, stage: int, chunk: int, k: int) -> float:
@@ -160,7 +153,7 @@ def _add_rank_columns(
     )
     for name, field, text in (
         ("in flight", "in_flight", "{:.0f}".format),
-        (f"peak {recording.memory_kind}", "peak", _bytes_text),
+        (f"peak {recording.memory_kind}", "peak", bytes_text),
     ):
         peaks: dict[int, float] = {}
         for step in case.steps:
@@ -184,10 +177,3 @@ def _parts(
         if seconds:
             found.append(max(seconds))
     return sum(found) if found else None
-
-
-def _bytes_text(value: float) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return f"{value:.0f} B"

@@ -13,6 +13,7 @@ from rich.table import Table
 from megalatent.profiling.advice import Advice
 from megalatent.profiling.diagnose import Finding
 from megalatent.profiling.report import CaseReport, Report
+from megalatent.profiling.units import bytes_text, time_text
 
 __all__ = ["print_profile"]
 
@@ -119,7 +120,7 @@ def _stages(case: CaseReport) -> Table:
                 _time(own.head_seconds),
                 _time(embedding) if first else "",
                 _time(own.fusion_seconds + own.fusion_backward_seconds),
-                "" if own.activation_bytes is None else _bytes(own.activation_bytes),
+                "" if own.activation_bytes is None else bytes_text(own.activation_bytes),
                 _more(own.activation_overhead_over_pass_1) if not first else "",
                 _time(stage.work_seconds) if first else "",
             )
@@ -151,7 +152,7 @@ def _ranks(case: CaseReport) -> Table:
             *(f"{rank.parts[part] * 1e3:.0f}" for part in parts),
             f"{rank.bubble_fraction:.1%}",
             str(rank.in_flight),
-            *(["" if peak is None else _bytes(peak)] if memory else []),
+            *(["" if peak is None else bytes_text(peak)] if memory else []),
         )
     if len(case.ranks) > _MOST_RANKS:
         table.caption = f"and {len(case.ranks) - _MOST_RANKS} more, in the JSON file"
@@ -189,8 +190,8 @@ def _advice(advice: Advice) -> Table:
             f"{option.tokens_per_second:,.0f}",
             f"{option.gain:+.1%}" if option.overrides else "",
             str(option.peak_in_flight),
-            "" if option.activation_bytes is None else _bytes(option.activation_bytes),
-            "" if option.predicted_peak_bytes is None else _bytes(option.predicted_peak_bytes),
+            "" if option.activation_bytes is None else bytes_text(option.activation_bytes),
+            "" if option.predicted_peak_bytes is None else bytes_text(option.predicted_peak_bytes),
         )
     return table
 
@@ -200,17 +201,4 @@ def _more(value: float | None) -> str:
 
 
 def _time(seconds: float) -> str:
-    if seconds == 0:
-        return ""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
-
-
-def _bytes(size: int) -> str:
-    value = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.4g} GiB"
+    return time_text(seconds) if seconds else ""

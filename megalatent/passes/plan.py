@@ -81,12 +81,16 @@ class Plan:
     actions: tuple[tuple[Action, ...], ...]
     forward_only: bool = False
 
-    def source(self, action: Action, rank: int) -> int | None:
-        """The rank that hands over the input of `action` on `rank`; None if nobody does."""
+    def maker(self, action: Action, rank: int) -> tuple[int, Action] | None:
+        """The (rank, action) that makes the input of `action` on `rank`; None if nobody does."""
         if action.kind == "H":
             return None
         before = previous_forward if action.kind == "F" else previous_backward
-        found = before(action, rank, self)
+        return before(action, rank, self)
+
+    def source(self, action: Action, rank: int) -> int | None:
+        """The rank that hands over the input of `action` on `rank`; None if nobody does."""
+        found = self.maker(action, rank)
         return None if found is None else found[0]
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from megalatent.passes.peers import Note, Peers
-from megalatent.passes.plan import Plan, previous_backward, previous_forward
+from megalatent.passes.plan import Plan
 
 __all__ = ["Watch"]
 
@@ -74,8 +74,7 @@ class _Place(NamedTuple):
         if self.kind != "waiting":
             return self.stage, self.at
         action = self.plan.actions[self.stage][self.at]
-        before = previous_forward if action.kind == "F" else previous_backward
-        found = before(action, self.stage, self.plan)
+        found = self.plan.maker(action, self.stage)
         assert found is not None
         return found[0], self.plan.actions[found[0]].index(found[1])
 

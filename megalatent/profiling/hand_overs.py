@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megalatent.passes.plan import Action, Plan, previous_backward, previous_forward
+from megalatent.passes.plan import Action, Plan
 from megalatent.profiling.records import RankInfo, Step
 
 __all__ = ["HandOver", "hand_overs"]
@@ -44,8 +44,7 @@ def hand_overs(ranks: Sequence[RankInfo], plan: Plan, step: Step) -> list[HandOv
     found = []
     for receiver, info in enumerate(ranks):
         for action, used in made[receiver].items():
-            before = previous_forward if action.kind == "F" else previous_backward
-            source = before(action, info.stage, plan)
+            source = plan.maker(action, info.stage)
             sender = None if source is None else places.get((info.replica, source[0]))
             if source is None or sender is None or sender == receiver:
                 continue

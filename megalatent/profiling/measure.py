@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megalatent.passes.plan import Action, Plan, previous_backward, previous_forward
+from megalatent.passes.plan import Action, Plan
 from megalatent.profiling.records import ACTIONS, PARTS, WHOLE_STEP, Case, RankStep, Recording, Span
 
 __all__ = [
@@ -128,8 +128,7 @@ def link_seconds(recording: Recording, case: Case) -> dict[Edge, list[float]]:
 def _source(wait: Span, stage: int, plan: Plan) -> tuple[int, Action] | None:
     if wait.kind != "wait" or wait.action is None:
         return None
-    before = previous_forward if wait.of == "F" else previous_backward
-    return before(wait.action, stage, plan)
+    return plan.maker(wait.action, stage)
 
 
 @dataclass(frozen=True)

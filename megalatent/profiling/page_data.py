@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megalatent.passes.plan import Plan, previous_backward, previous_forward
+from megalatent.passes.plan import Plan
 from megalatent.passes.simulate import Simulation
 from megalatent.profiling.hand_overs import hand_overs
 from megalatent.profiling.records import PARTS, Case, Recording, Span, Step
@@ -213,10 +213,7 @@ def _link(plan: Plan, firsts: dict[tuple[int, int], int], columns: _Columns) -> 
     ]
     for (replica, stage), first in firsts.items():
         for i, action in enumerate(plan.actions[stage]):
-            if action.kind == "H":
-                continue
-            before = previous_forward if action.kind == "F" else previous_backward
-            source = before(action, stage, plan)
+            source = plan.maker(action, stage)
             if source is None or source[0] == stage or (replica, source[0]) not in firsts:
                 continue
             columns.source[first + i] = firsts[replica, source[0]] + index[source[0]][source[1]]

@@ -43,6 +43,7 @@ _REQUIRED = {
     "micro_batch_size": "the sequences in a micro-batch",
     "lr": "the learning rate",
     "tokenizer_type": "the kind of tokenizer",
+    "train_iters": "the number of training steps",
 }
 
 
@@ -84,11 +85,17 @@ def check(
 
 
 def _check_required(args: argparse.Namespace) -> None:
-    for name, meaning in _REQUIRED.items():
-        if getattr(args, name) is None and not (name == "num_layers" and args.hybrid_layer_pattern):
-            raise UserError(f"megatron.{name}: missing: give {meaning}")
-    if args.train_iters is None and args.train_samples is None:
-        raise UserError("megatron.train_iters: missing: give the number of training steps")
+    missing = {name: what for name, what in _REQUIRED.items() if getattr(args, name) is None}
+    if args.hybrid_layer_pattern:
+        missing.pop("num_layers", None)
+    if args.train_samples is not None:
+        missing.pop("train_iters", None)
+    if len(missing) == 1:
+        ((name, what),) = missing.items()
+        raise UserError(f"megatron.{name}: missing: give {what}")
+    if missing:
+        listed = ", ".join(f"{name} ({what})" for name, what in missing.items())
+        raise UserError(f"megatron: {len(missing)} options are missing: give {listed}")
     if args.wandb_project and not args.wandb_exp_name:
         raise UserError(
             f"megatron.wandb_exp_name: missing with wandb_project: {args.wandb_project!r}: give the"

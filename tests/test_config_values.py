@@ -16,7 +16,7 @@ from megalatent.config_passes import notes
 from megalatent.config_ranges import RANGES
 from megalatent.config_yaml import apply_overrides, read_yaml
 from megalatent.errors import UserError
-from tests.test_config import config
+from tests.test_config import MODEL, config
 from tests.unprivileged import open_folder, run_as_nobody
 
 GOOD: dict[str, Any] = {"position_embedding_type": "rope"}
@@ -27,6 +27,24 @@ def problem(latent: Any = None, world_size: int = 1, **megatron: Any) -> str:
         config(latent, **{**GOOD, **megatron}).check(world_size)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [
+        (["lr"], "megatron.lr: missing: give the learning rate"),
+        (
+            ["num_layers", "train_iters"],
+            "megatron: 2 options are missing: give num_layers (the number of transformer layers),"
+            " train_iters (the number of training steps)",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_at_once(left_out: list[str], expected: str) -> None:
+    given = {name: value for name, value in MODEL.items() if name not in left_out}
+    with pytest.raises(UserError) as caught:
+        Config.from_mapping({"megatron": given}).check(1)
+    assert str(caught.value) == expected
 
 
 def test_every_range_is_of_an_option() -> None:

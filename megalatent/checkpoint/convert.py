@@ -116,7 +116,6 @@ def from_hf(
     *,
     fusion: str | None = None,
     overwrite: bool = False,
-    transformer_engine: bool = True,
     check: Callable[[Path, Path], dict[str, Any]] | None = None,
     progress: Progress = _SILENT,
 ) -> None:
@@ -124,7 +123,6 @@ def from_hf(
 
     Args:
         fusion: a plain model gets a fresh fusion of this kind; None leaves a model as it is.
-        transformer_engine: the layers that are to load it; others can too.
         check: as for `to_hf`, called with the model's folder and the new checkpoint.
 
     Raises:
@@ -157,10 +155,9 @@ def from_hf(
             config,
             fresh=fresh,
             extra_rules=rules,
-            transformer_engine=transformer_engine,
             progress=progress,
         )
-        _write_run_options(staging.folder / "model.yaml", config, options, transformer_engine)
+        _write_run_options(staging.folder / "model.yaml", config, options)
         _copy_tokenizer(model, staging.folder / "tokenizer")
         details: dict[str, Any] = {
             "converted": "from-hf",
@@ -300,11 +297,8 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 # -- Megatron's side --------------------------------------------------------------------------
 
 
-def _write_run_options(
-    path: Path, config: Any, options: Mapping[str, Any], transformer_engine: bool
-) -> None:
+def _write_run_options(path: Path, config: Any, options: Mapping[str, Any]) -> None:
     """What a run's configuration has to say to load the checkpoint, ready to be copied."""
-    impl = "transformer_engine" if transformer_engine else "local"
     latent: dict[str, Any] = {"fusion": {"kind": config.fusion}}
     model = model_config(config)
     if model != ModelConfig():
@@ -320,5 +314,5 @@ def _write_run_options(
             latent["passes"]["lambda"] = float(config.loss_lambda)
     given = {name: value for name, value in options.items() if value is not False}
     text = "# The model of this checkpoint; add load: and what else a run needs.\n"
-    content = {"latent": latent, "megatron": {**given, "transformer_impl": impl}}
+    content = {"latent": latent, "megatron": given}
     path.write_text(text + yaml.safe_dump(content, sort_keys=False))

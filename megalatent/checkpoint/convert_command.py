@@ -85,13 +85,6 @@ def add_convert_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         choices=("none", "gated", "additive", "concat"),
         help="give a plain model a fresh fusion (default: none; an own export keeps its fusion)",
     )
-    from_hf.add_argument(
-        "--transformer-impl",
-        choices=("transformer_engine", "local"),
-        default="transformer_engine",
-        help="layers that will load the checkpoint; it matters for models with experts, where one"
-        " norm has another name (default: transformer_engine)",
-    )
     for direction in (to_hf, from_hf):
         direction.add_argument("out", metavar="OUT", type=Path, help="folder to make")
         direction.add_argument(
@@ -168,7 +161,6 @@ def _from_hf(args: argparse.Namespace, show: _Bar) -> None:
         args.out,
         fusion=args.fusion,
         overwrite=args.overwrite,
-        transformer_engine=args.transformer_impl == "transformer_engine",
         check=_check_import if args.verify_logits else None,
         progress=show,
     )

@@ -68,7 +68,6 @@ def import_weights(
     *,
     fresh: Mapping[str, Tensor],
     extra_rules: Sequence[Any],
-    transformer_engine: bool,
     progress: Progress,
 ) -> None:
     """Write and verify a torch_dist checkpoint of a Hugging Face model.
@@ -76,7 +75,6 @@ def import_weights(
     Args:
         config: `MegalatentConfig` of the result.
         fresh: weights that the model lacks, by Hugging Face name, with `extra_rules` for them.
-        transformer_engine: the layers that load it are Transformer Engine's.
 
     Raises:
         UserError: the model does not have exactly the tensors of its family, or the disk is too
@@ -84,7 +82,7 @@ def import_weights(
     """
     source = _Source(reader, fresh)
     rules = [*family.rules, *extra_rules]
-    groups = plan_import(source, reader, family, rules, config, transformer_engine)
+    groups = plan_import(source, reader, family, rules, config)
     total = sum(_nbytes(group.shape, group.dtype) for group in groups.values())
     staging.require_space(total + (1 << 12) * sum(len(g.pieces) for g in groups.values()))
 
@@ -109,7 +107,7 @@ def import_weights(
     }
     args = argparse.Namespace(**to_args(config, megatron_options(config)))
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
-    objects = _extra_states(config, transformer_engine)
+    objects = _extra_states(config)
     folder = write_checkpoint(
         staging.folder, tensors, common, objects, lambda n: progress("write", n, total)
     )
@@ -135,7 +133,6 @@ def plan_import(
     family: Family,
     rules: Sequence[Any],
     config: Any,
-    transformer_engine: bool,
 ) -> dict[str, _Group]:
     """Keys of the checkpoint and what each is made of; every tensor is used exactly once."""
     groups: dict[str, _Group] = {}
@@ -227,13 +224,15 @@ def _written_name(unit: Unit, config: Any) -> str:
     return names[0]
 
 
-def _extra_states(config: Any, transformer_engine: bool) -> Iterator[str]:
+def _extra_states(config: Any) -> Iterator[str]:
     """Keys of Transformer Engine's scaling factors, of which a converted model has none."""
     layers = config.num_hidden_layers
     differ = bool(config.num_experts and config.mlp_only_layers)
-    attention = ["self_attention.linear_qkv", "self_attention.linear_proj"]
-    if transformer_engine:
-        attention.append("self_attention.core_attention")
+    attention = [
+        "self_attention.linear_qkv",
+        "self_attention.core_attention",
+        "self_attention.linear_proj",
+    ]
     for layer in range(layers):
         moe = config.is_moe_layer(layer)
         dense = ["mlp.linear_fc1", "mlp.linear_fc2"]

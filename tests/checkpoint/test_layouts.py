@@ -156,7 +156,7 @@ def test_an_export_has_the_losses_of_the_checkpoint(
     for k, loss in losses.items():
         assert found[k] == pytest.approx(loss, abs=1e-5)
 
-    from_hf(tmp_path / "hf", tmp_path / "back", transformer_engine=False)
+    from_hf(tmp_path / "hf", tmp_path / "back")
     before, after = CheckpointReader(folder), CheckpointReader(tmp_path / "back")
     assert before.tensors.keys() == after.tensors.keys()
     for key, entry in after.tensors.items():
@@ -176,7 +176,7 @@ def test_megatron_loads_an_import_in_any_layout(tmp_path: Path, name: str, layou
         given, settings = setup("none", moe=True), {"fusion": "none", **MOE}
         layout = Layout(ep=2, dp=2) if layout.tp > 1 else layout
     models.save_own(tmp_path / "hf", **{**RIG, **settings})
-    from_hf(tmp_path / "hf", tmp_path / "megatron", transformer_engine=False)
+    from_hf(tmp_path / "hf", tmp_path / "megatron")
     tied = bool({**RIG, **settings}["tie_word_embeddings"])
 
     def load(rank: int) -> tuple[dict[int, float], dict[str, torch.Tensor]]:

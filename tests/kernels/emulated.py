@@ -88,9 +88,14 @@ def register() -> None:
     register_formulas(NAMESPACE)
 
 
-def emulated_card(processors: int = 3, shared_per_block: int = 227 * 1024, order: int = 0) -> None:
+def emulated_card(
+    processors: int = 3,
+    shared_per_block: int = 227 * 1024,
+    most_blocks: int = 2**31 - 1,
+    order: int = 0,
+) -> None:
     """Set the card's size, and in what order threads run (0 up, 1 down, else a shuffle's seed)."""
-    _library().emulated_card(processors, shared_per_block, order)
+    _library().emulated_card(processors, shared_per_block, most_blocks, order)
 
 
 @functools.cache

@@ -112,6 +112,23 @@ def test_emulated_cuda(kind, dtype, width, seeded, emulated):
     compare(case, emulated)
 
 
+@pytest.mark.parametrize("width", CUDA_WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_emulated_cuda_with_more_rows_than_blocks(kind, width, seeded, emulated):
+    """A block takes several turns; warps that are ahead must not disturb those that are behind."""
+    from tests.kernels.emulated import emulated_card
+
+    try:
+        for order in (0, 1, seeded.randrange(2, 10)):
+            emulated_card(most_blocks=2, order=order)
+            shape = (17, 2) if width < 2000 else (7, 1)
+            compare(
+                make_case(kind, random_mask(seeded, shape, "mixed"), width, torch.float32), emulated
+            )
+    finally:
+        emulated_card()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_emulated_cuda_on_a_small_card(dtype, seeded, emulated):
     """With less shared memory fewer rows fit at once, and wide rows take the general kernel."""

@@ -187,3 +187,22 @@ def test_wrong_sources_are_refused(seeded, compiled):
     out = shift.run(compiled, h=shift.h.requires_grad_(), source=torch.tensor([0, 0, 1, 2]))
     with pytest.raises(RuntimeError, match="source uses row 0 twice"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("width", [64, 37])
+def test_emulated_cuda_with_more_rows_than_blocks(width, seeded, emulated):
+    from tests.kernels.emulated import emulated_card
+
+    shift = random_shift(seeded, 40, 2, 3, width, torch.float32)
+    leaves = (shift.h.requires_grad_(), shift.boundary.requires_grad_())
+    gradient = torch.randn(40, 2, width)
+    want = shift.run(REFERENCE)
+    try:
+        emulated_card(most_blocks=2)
+        got = shift.run(emulated)
+        of_rows = torch.autograd.grad(got, leaves, gradient)
+    finally:
+        emulated_card()
+    assert torch.equal(got, want)
+    for one, other in zip(of_rows, torch.autograd.grad(want, leaves, gradient), strict=True):
+        assert torch.equal(one, other)

@@ -194,8 +194,16 @@ inline cudaError_t current_card(Card* card) {
 }
 
 // Grids have at most 2^31 - 1 blocks in x; kernels stride over what is left.
+inline int64_t most_blocks() {
+#if defined(MEGALATENT_EMULATE_CUDA)
+  return emulator::machine().most_blocks;
+#else
+  return 0x7FFFFFFF;
+#endif
+}
+
 inline unsigned grid_of(int64_t blocks) {
-  return static_cast<unsigned>(smaller(larger(blocks, 1), 0x7FFFFFFF));
+  return static_cast<unsigned>(smaller(larger(blocks, 1), most_blocks()));
 }
 
 }  // namespace megalatent::cuda

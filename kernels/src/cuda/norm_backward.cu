@@ -307,7 +307,7 @@ Layout layout_of(const NormBackward& p, const Card& card) {
 template <typename T, Combine combine>
 cudaError_t launch(const NormBackward& p, const Card& card, cudaStream_t stream) {
   const Layout layout = layout_of<T>(p, card);
-  const unsigned grid = grid_of(p.partial_rows);
+  const unsigned grid = static_cast<unsigned>(p.partial_rows);  // a block writes one of them
   if (layout.row_threads > 0) {
     auto kernel = norm_backward_pipelined<T, combine, Pipeline<T>::kPacks, Pipeline<T>::kStages>;
     const int shared = static_cast<int>(layout.shared);
@@ -326,8 +326,8 @@ cudaError_t launch(const NormBackward& p, const Card& card, cudaStream_t stream)
   }
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  const dim3 strands(kWarp, kWarp);
-  MEGALATENT_LAUNCH(add_partials, grid_of(divide_up(p.width, kWarp)), strands, 0, stream, p);
+  const dim3 strands(kWarp, kWarp), columns(static_cast<unsigned>(divide_up(p.width, kWarp)));
+  MEGALATENT_LAUNCH(add_partials, columns, strands, 0, stream, p);
   return cudaGetLastError();
 }
 

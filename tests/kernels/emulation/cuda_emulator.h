@@ -52,6 +52,7 @@ struct Thread {
 struct Machine {
   int processors = 3;
   int shared_per_block = 227 * 1024;
+  int most_blocks = 0x7FFFFFFF;  // in a grid that strides: with few, blocks take several turns
   int order = 0;  // of warps: 0 ascending, 1 descending, otherwise the seed of a shuffle
   dim3 grid, block, block_index;
   std::vector<Thread> threads;

@@ -6,9 +6,10 @@ using namespace megalatent;
 
 extern "C" {
 
-// `order`: in what order the threads of a block run; see cuda_emulator.h.
-void emulated_card(int processors, int shared_per_block, int order) {
+// See cuda_emulator.h.
+void emulated_card(int processors, int shared_per_block, int most_blocks, int order) {
   emulator::machine().processors = processors;
+  emulator::machine().most_blocks = most_blocks;
   emulator::machine().shared_per_block = shared_per_block;
   emulator::machine().order = order;
 }

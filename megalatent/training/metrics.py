@@ -265,7 +265,7 @@ class MetricsLog:
         title = f" latent {name} by pass"
         print(f"{title} |    k |      loss | state change", flush=True)
         for k, loss in losses.items():
-            change = f"{changes[k]:12.5f}" if k in changes else " " * 12
+            change = f"{changes[k]:12.3e}" if k in changes else " " * 12
             print(f"{' ' * len(title)} | {k:4d} | {loss:9.5f} | {change}", flush=True)
         values = {f"{name} loss pass {k}": loss for k, loss in losses.items()}
         # The curves of the one validation set that most runs have keep their short names.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megalatent.errors import UserError
 
-__all__ = ["Joined", "find_place", "first_host"]
+__all__ = ["Joined", "find_place", "first_host", "meeting_point"]
 
 # Ports for jobs of Slurm, by job number: two jobs on one node rarely meet.
 _FIRST_PORT, _PORTS = 20_000, 20_000
@@ -68,8 +68,6 @@ def _join_slurm(environ: Mapping[str, str], world_size: int) -> Joined:
     rank = _number(environ, "SLURM_PROCID")
     _check_place("SLURM_PROCID", rank, "SLURM_NTASKS", world_size)
     local_rank = _number(environ, "SLURM_LOCALID")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
-    port = _FIRST_PORT + _number(environ, "SLURM_JOB_ID") % _PORTS
     return Joined(
         launcher="srun",
         rank=rank,
@@ -79,10 +77,23 @@ def _join_slurm(environ: Mapping[str, str], world_size: int) -> Joined:
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": environ.get("MASTER_ADDR", first_host(nodes)),
-            "MASTER_PORT": environ.get("MASTER_PORT", str(port)),
+            **meeting_point(environ),
         },
     )
+
+
+def meeting_point(environ: Mapping[str, str]) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT: as they are set, else the job's first node and a port of it.
+
+    Raises:
+        UserError: Slurm's variables make no sense.
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
+    port = _FIRST_PORT + _number(environ, "SLURM_JOB_ID") % _PORTS
+    return {
+        "MASTER_ADDR": environ.get("MASTER_ADDR", first_host(nodes)),
+        "MASTER_PORT": environ.get("MASTER_PORT", str(port)),
+    }
 
 
 def first_host(nodes: str) -> str:

@@ -26,6 +26,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from megalatent.launch.failure import RankError, redact, write_rank_error
+from megalatent.launch.placement import meeting_point
 from megalatent.training.exits import TrainingStopped
 
 __all__ = ["cpus_beside_gpu", "main", "set_place"]
@@ -61,13 +62,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def set_place(environment: MutableMapping[str, str]) -> int:
-    """Fill in RANK, WORLD_SIZE and LOCAL_RANK from Slurm where torchrun has not; the rank."""
+    """Fill in this rank's place, and where ranks meet, from Slurm where torchrun has not; the rank.
+
+    Raises:
+        UserError: Slurm's variables make no sense.
+    """
     for name, source, default in (
         ("RANK", "SLURM_PROCID", "0"),
         ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")),
         ("LOCAL_RANK", "SLURM_LOCALID", "0"),
     ):
         environment.setdefault(name, environment.get(source, default))
+    if "SLURM_JOB_ID" in environment:
+        environment.update(meeting_point(environment))
     return int(environment["RANK"])
 
 

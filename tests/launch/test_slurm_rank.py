@@ -37,6 +37,17 @@ def test_the_place_comes_from_slurm(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
+def test_ranks_without_a_supervisor_meet_on_the_first_node() -> None:
+    """Templates like `profile.sbatch` start ranks and nothing else."""
+    job = {"SLURM_JOB_ID": "41", "SLURM_STEP_NODELIST": "gpu[03-04]"}
+    environment = {**SLURM, **job}
+    set_place(environment)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("gpu03", "20041")
+    environment = {**SLURM, **job, "MASTER_ADDR": "fabric03", "MASTER_PORT": "9"}
+    set_place(environment)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("fabric03", "9")
+
+
 def test_torchrun_knows_better() -> None:
     environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", **SLURM}
     assert set_place(environment) == 3

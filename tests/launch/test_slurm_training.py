@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megalatent.launch.progress import read_metrics
-from tests.launch.lab import Lab, lab_for_tests, same_training, submit, tiny_config
+from tests.launch.lab import ROOT, Lab, Run, lab_for_tests, same_training, submit, tiny_config
 
 # Minutes of real jobs: `make test-all` runs them.
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
@@ -26,9 +27,31 @@ def lab() -> Iterator[Lab]:
         yield started
 
 
-def test_a_pipeline_across_nodes_trains_as_it_does_without_slurm(lab: Lab, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that is going on."""
+    return submit(lab, tmp_path_factory.mktemp("trained") / "slurm", entry=None, **OPTIONS)
+
+
+def by_hand(lab: Lab, folder: Path, template: str, *arguments: str) -> str:
+    """`sbatch` of a template on two nodes with two ranks each; its log."""
+    cluster = folder / "cluster.env"
+    cluster.write_text(f"MEGALATENT_PYTHON={sys.executable}\nPYTHONPATH={ROOT}\n")
+    log = folder / "job.log"
+    line = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0"]
+    line += ["--cpus-per-task=1", f"--output={log}", str(ROOT / "slurm" / template), *arguments]
+    environment = {**lab.environment, "MEGALATENT_CLUSTER_ENV": str(cluster)}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
+    text = log.read_text() if log.exists() else ""
+    assert done.returncode == 0, (done.stderr, text[-3000:])
+    return text
+
+
+def test_a_pipeline_across_nodes_trains_as_it_does_without_slurm(
+    lab: Lab, trained: Run, tmp_path: Path
+) -> None:
     """Interrupted by Slurm's early signal, resumed, and still the same losses at every step."""
-    run = submit(lab, tmp_path / "slurm", entry=None, **OPTIONS)
+    run = trained
     run.wait_for_iteration(2)
     lab.command("scancel", "--batch", "--signal=USR1", run.jobs[0])
 
@@ -50,3 +73,28 @@ def test_a_pipeline_across_nodes_trains_as_it_does_without_slurm(lab: Lab, tmp_p
     assert second.from_iteration == first.to_iteration
     same_training(run, reference)
     assert "loss pass 1" in (run.folder.logs / first.name / "node-node1.log").read_text()
+
+
+def test_a_checkpoint_is_evaluated_on_two_nodes(lab: Lab, trained: Run, tmp_path: Path) -> None:
+    trained.wait_for_end(seconds=600)
+    config = tiny_config(tmp_path, **OPTIONS)
+    passes = ["--set", "latent.passes.eval_passes=5"]
+    log = by_hand(lab, tmp_path, "evaluate.sbatch", str(config), str(trained.folder.path), *passes)
+    table = log[log.index("validation by pass") :].splitlines()[1:6]
+    assert [int(line.split("|")[1]) for line in table] == [1, 2, 3, 4, 5]
+    assert all(float(line.split("|")[2]) > 0 for line in table)
+
+
+def test_a_pipeline_across_nodes_is_profiled(lab: Lab, tmp_path: Path) -> None:
+    """The first node writes what both recorded."""
+    config = tiny_config(tmp_path, **OPTIONS)
+    out = tmp_path / "out"
+    cases = ["--passes", "1,2", "--steps", "2", "--warmup", "1"]
+    log = by_hand(lab, tmp_path, "profile.sbatch", str(config), str(out), *cases)
+    found = json.loads((out / "profile.json").read_text())
+    assert [rank["host"] for rank in found["recording"]["ranks"]] == ["node0", "node1"]
+    for case in found["report"]["cases"]:
+        assert all(rank["bubble_fraction"] > 0 for rank in case["ranks"])
+    assert "2 hosts" in (out / "profile.html").read_text()
+    assert {"costs.json", "profile.trace.json"} <= {path.name for path in out.iterdir()}
+    assert "bubble" in log

@@ -27,9 +27,14 @@ BRIDGE=${LOCAL_SLURM_BRIDGE:-mgtl-slurm}       # name of the bridge between them
 PREEMPT=${LOCAL_SLURM_PREEMPT:-0}              # 1: a second partition, urgent, whose jobs requeue those of batch
 
 set -euo pipefail
+LAB=$(realpath -m "$LAB")
 export SLURM_CONF=$LAB/etc/slurm.conf
 PROGRAMS=(slurmctld slurmd sbatch munged munge)
 PACKAGES=(slurmctld slurmd slurm-client munge)
+
+MARK=.made_by_local_slurm
+is_ours() { [ -e "$LAB/$MARK" ]; }
+not_ours() { echo "local_slurm: $LAB holds other files, which 'down' would delete: set LOCAL_SLURM_DIR" >&2; exit 1; }
 
 cannot() { echo "local_slurm: $*" >&2; exit 77; }
 
@@ -68,6 +73,7 @@ all_nodes() { seq 0 $((NODES - 1)); }
 
 write_configuration() {
   mkdir -p "$LAB"/{etc,log,run,state,spool,munge,dev}
+  : >"$LAB/$MARK"
   chmod 755 "$LAB" "$LAB"/{etc,run}
   chmod 700 "$LAB/munge"
   local i
@@ -194,6 +200,7 @@ start_node() { # I
 
 up() {
   [ ! -e "$LAB/run/munged.started" ] || { echo "local_slurm: $LAB is in use: run '$0 down' first" >&2; exit 1; }
+  [ ! -e "$LAB" ] || is_ours || [ -z "$(ls -A "$LAB")" ] || not_ours
   [ "$(id -u)" = 0 ] || cannot "only root can make the nodes' namespaces"
   unshare --mount --uts --pid --fork --mount-proc true 2>/dev/null || cannot "this machine forbids namespaces (unshare)"
   local missing; missing=$(missing_programs | xargs)
@@ -236,9 +243,12 @@ stop() { # FILE NAME [SIGNAL]
   kill "-${3:-TERM}" "$pid" 2>/dev/null || true
   wait_for 5 stopped "$pid" "$2" || kill -KILL "$pid" 2>/dev/null || true
 }
+node_runs() { [ -s "$LAB/run/node$1.started" ] && running "$(cat "$LAB/run/node$1.started")" local-slurm-node; }
 no_jobs() { [ -z "$(timeout 2 squeue -h 2>/dev/null)" ]; }
 
 down() {
+  [ -e "$LAB" ] || return 0
+  is_ours || not_ours
   if [ -e "$SLURM_CONF" ]; then
     timeout 5 scancel --user="$(id -un)" 2>/dev/null || true
     wait_for $((KILL_WAIT + 3)) no_jobs || true
@@ -268,8 +278,14 @@ case "${1:-}" in
   up) up ;;
   env) echo "export SLURM_CONF=$SLURM_CONF" ;;
   status) sinfo -N -l; squeue -l ;;
-  kill-node) node_argument "${2:-}"; kill -KILL "$(cat "$LAB/run/node$2.started")" ;;
-  start-node) node_argument "${2:-}"; start_node "$2" ;;
+  kill-node)
+    node_argument "${2:-}"
+    node_runs "$2" || { echo "local_slurm: node$2 does not run" >&2; exit 1; }
+    kill -KILL "$(cat "$LAB/run/node$2.started")" ;;
+  start-node)
+    node_argument "${2:-}"
+    ! node_runs "$2" || { echo "local_slurm: node$2 runs already" >&2; exit 1; }
+    start_node "$2" ;;
   down) down ;;
   *) usage ;;
 esac

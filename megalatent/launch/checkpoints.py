@@ -42,21 +42,18 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.iteration)
 
 
-def last_complete(folder: Path, before: int | None = None) -> Checkpoint | None:
-    """The newest complete checkpoint, of an iteration below `before` where that is given."""
-    whole = [
-        checkpoint
-        for checkpoint in checkpoints(folder)
-        if checkpoint.complete and (before is None or checkpoint.iteration < before)
-    ]
+def last_complete(folder: Path) -> Checkpoint | None:
+    """The newest complete checkpoint."""
+    whole = [checkpoint for checkpoint in checkpoints(folder) if checkpoint.complete]
     return whole[-1] if whole else None
 
 
 def repair(folder: Path, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
     """Make Megatron resume from the last complete checkpoint (of an iteration below `before`).
 
-    Deletes half-written checkpoints, which nothing can load, and rewrites the tracker file where
-    it says something else. Call it only while no rank runs.
+    Deletes half-written checkpoints, which nothing can load, renames those from `before` on, whose
+    weights are bad, to `bad_iter_…`, and rewrites the tracker file where it says something else.
+    Call it only while no rank runs.
 
     Returns:
         the checkpoint to resume from, None to start at step 0; and what was done, a line each.
@@ -66,7 +63,9 @@ def repair(folder: Path, before: int | None = None) -> tuple[Checkpoint | None, 
         if not checkpoint.complete:
             shutil.rmtree(checkpoint.path)
             done.append(f"deleted the half-written checkpoint {checkpoint.path.name}")
-    newest = last_complete(folder, before)
+        elif before is not None and checkpoint.iteration >= before:
+            done.append(f"set {checkpoint.path.name} aside as {_set_aside(checkpoint.path).name}")
+    newest = last_complete(folder)
     tracker = folder / _TRACKER
     if newest is not None and _tracked(folder) != newest.iteration:
         write_atomically(tracker, str(newest.iteration))
@@ -75,6 +74,13 @@ def repair(folder: Path, before: int | None = None) -> tuple[Checkpoint | None, 
         tracker.unlink()
         done.append(f"removed {_TRACKER}: no checkpoint is complete")
     return newest, done
+
+
+def _set_aside(path: Path) -> Path:
+    """Under a name that nothing resumes from, also when the run is started again."""
+    target = path.with_name(f"bad_{path.name}")
+    shutil.rmtree(target, ignore_errors=True)  # of an earlier time that ended in the same way
+    return path.rename(target)
 
 
 def latest_activity(folder: Path) -> float:
@@ -87,7 +93,7 @@ def latest_activity(folder: Path) -> float:
     for path in newest.iterdir():
         try:
             times.append(path.stat().st_mtime)
-        except FileNotFoundError:  # a temporary file, renamed meanwhile
+        except OSError:  # a temporary file, renamed meanwhile
             continue
     return max(times)
 

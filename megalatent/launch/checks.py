@@ -6,21 +6,39 @@ The config's own contradictions are `Config.check`'s. Here: the cluster's side o
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megalatent.errors import UserError
-from megalatent.launch.settings import Settings, minutes_of
+from megalatent.launch.cluster_file import check_secrets_file
+from megalatent.launch.setting_values import minutes_of, option_lines
+from megalatent.launch.settings import SETTINGS, Settings
 
-__all__ = ["check_disk", "check_layout", "check_paths", "check_settings", "checkpoint_bytes"]
+__all__ = [
+    "check_disk",
+    "check_layout",
+    "check_paths",
+    "check_settings",
+    "checkpoint_bytes",
+    "cores_per_rank",
+]
 
 _GB = 1e9
+# A GPU's rank beside its data loaders: main and backward thread, NCCL, and writing checkpoints.
+_CORES_OF_A_RANK = 6
+# Short options of sbatch, by the setting that stands for them.
+_SHORT = {
+    "-N": "nodes", "-c": "cpus_per_task", "-t": "time", "-A": "account", "-p": "partition",
+    "-q": "qos", "-C": "constraint", "-x": "exclude", "-a": "array", "-d": "dependency",
+    "-J": "name",
+}  # fmt: skip
 _FILE_SYSTEMS_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
-def check_settings(settings: Settings, ranks_per_node: int, environment: Mapping[str, str]) -> None:
+def check_settings(settings: Settings, ranks_per_node: int) -> None:
     """Contradictions between settings.
 
     Raises:
@@ -52,12 +70,11 @@ def check_settings(settings: Settings, ranks_per_node: int, environment: Mapping
         if source and not Path(source).exists():
             raise UserError(f"{settings.source('mounts')}: {source}: no such file or folder")
     if settings.secrets and Path(settings.secrets).is_file():
-        mode = Path(settings.secrets).stat().st_mode & 0o777
-        if mode & 0o077:
-            raise UserError(
-                f"{settings.source('secrets')}: {settings.secrets} has mode {mode:o}, others can"
-                f" read it: run 'chmod 600 {settings.secrets}'"
-            )
+        try:
+            check_secrets_file(Path(settings.secrets))
+        except UserError as error:
+            raise UserError(f"{settings.source('secrets')}: {error}") from None
+    _refuse_options_of_ours(settings)
     if settings.launcher == "ft" and not settings.container:
         from importlib.util import find_spec
 
@@ -66,6 +83,40 @@ def check_settings(settings: Settings, ranks_per_node: int, environment: Mapping
                 f"{settings.source('launcher')}: ft needs the package nvidia-resiliency-ext, which"
                 " is not installed here: install it, or use --launcher srun"
             )
+
+
+def _refuse_options_of_ours(settings: Settings) -> None:
+    """An option of sbatch that is a setting too would undo what has been checked."""
+    names = {"--ntasks-per-node": "ranks_per_node", "--gpus-per-node": "gpus_per_node", **_SHORT}
+    names |= {setting.sbatch: setting.name for setting in SETTINGS if setting.sbatch}
+    for line in option_lines(settings.sbatch_options or ""):
+        option = re.split("[ =]", line)[0]
+        name = names.get(option if option.startswith("--") else option[:2])
+        if name:
+            raise UserError(
+                f"{settings.source('sbatch_options')}: {line}: give it as"
+                f" --{name.replace('_', '-')}, which is checked"
+            )
+
+
+def cores_per_rank(args: argparse.Namespace, settings: Settings) -> tuple[int | None, list[str]]:
+    """CPU cores of each rank, and a note where nobody has said how many.
+
+    Slurm itself gives one to each task, for which the rank's threads and data loaders would fight.
+
+    Args:
+        args: Megatron's options.
+    """
+    options = option_lines(settings.sbatch_options or "")
+    said = any(line == "--exclusive" or line.startswith("--cpus-per-gpu") for line in options)
+    if settings.cpus_per_task or not settings.gpus_per_node or said:
+        return settings.cpus_per_task, []
+    cores = _CORES_OF_A_RANK + args.num_workers
+    return cores, [
+        f"each rank gets {cores} CPU cores ({args.num_workers} data loaders and"
+        f" {_CORES_OF_A_RANK} for the rank): --cpus-per-task, or MEGALATENT_CPUS_PER_TASK in the"
+        " cluster file, says what a node has for each GPU"
+    ]
 
 
 def check_layout(args: argparse.Namespace, settings: Settings, ranks_per_node: int) -> list[str]:
@@ -119,6 +170,14 @@ def check_paths(args: argparse.Namespace, settings: Settings, run: Path) -> None
     Raises:
         UserError: the first path that is missing or that each node has its own of.
     """
+    for where, folder in (("megatron.save", run), ("the folder you are in", Path.cwd())):
+        if not str(folder).isprintable() or "\\" in str(folder):
+            raise UserError(
+                f"{where}: {str(folder)!r} has a line break, a backslash or the like in it, which"
+                " no job script can name: use another"
+            )
+    if settings.container and re.search("[:,]", str(run)):
+        raise UserError(f"megatron.save: {run}: a container cannot mount a path with : or , in it")
     for named in _paths(args, settings, run):
         path = named.path.absolute()
         if named.must_exist and not path.exists():
@@ -141,9 +200,16 @@ def _paths(args: argparse.Namespace, settings: Settings, run: Path) -> Iterator[
                 yield _Named(f"megatron.{name}", Path(f"{entry}.bin"), must_exist=True)
     if args.data_cache_path:
         yield _Named("megatron.data_cache_path", Path(args.data_cache_path), must_exist=False)
-    for name in ("venv", "python", "entry", "secrets", "ft_config"):
-        if settings[name] and "/" in settings[name]:
-            yield _Named(settings.source(name), Path(settings[name]), must_exist=True)
+    for name, inside in (
+        ("venv", "bin/activate"),
+        ("entry", ""),
+        ("secrets", ""),
+        ("ft_config", ""),
+    ):
+        if settings[name]:
+            yield _Named(settings.source(name), Path(settings[name], inside), must_exist=True)
+    if settings.python and "/" in settings.python:  # else a command
+        yield _Named(settings.source("python"), Path(settings.python), must_exist=True)
     if settings.container and settings.container.startswith(("/", "./", "../")):
         yield _Named(settings.source("container"), Path(settings.container), must_exist=True)
 

@@ -21,6 +21,7 @@ __all__ = [
     "bad_loss_in_logs",
     "describe_failure",
     "first_exit_code",
+    "holds_secret",
     "is_secret",
     "redact",
     "write_rank_error",
@@ -41,7 +42,10 @@ _BAD_LOSS = re.compile(
 _LOG_TAIL_BYTES = 200_000
 _ABORTED = re.compile(r"srun: .*(Job step aborted|forcing job termination)")
 _SIGNALS = ("killed", "segmentation fault", "bus error", "aborted", "out of memory", "floating")
-_SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.I)
+_SECRET_NAME = re.compile(
+    r"(^|_)((API)?KEY|TOKEN|SECRET|CREDENTIALS?)(_|$)|PASSWORD|PASSWD|PASSPHRASE", re.I
+)
+_PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ class RankError:
 def write_rank_error(folder: Path, error: RankError) -> None:
     """Leave the error where `describe_failure` finds it, without any secret."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank-{error.rank}.json").write_text(redact(json.dumps(asdict(error))))
+    # before it becomes JSON, which writes some characters of a secret in another way
+    shown = {k: redact(v) if isinstance(v, str) else v for k, v in asdict(error).items()}
+    (folder / f"rank-{error.rank}.json").write_text(json.dumps(shown))
 
 
 def describe_failure(logs: Path, srun_lines: Iterable[str], returncode: int) -> str:
@@ -104,7 +110,8 @@ def bad_loss_in_logs(logs: Path) -> BadLoss | None:
     found = _search_node_logs(logs, _BAD_LOSS)
     if found is None:
         return None
-    return BadLoss(int(found["iteration"]), int(found["passes"].split(",")[0]), math.nan)
+    iteration = int(found["iteration"])
+    return BadLoss(iteration, int(found["passes"].split(",")[0]), math.nan, since=iteration)
 
 
 def is_secret(name: str) -> bool:
@@ -112,10 +119,15 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name))
 
 
+def holds_secret(name: str, value: str) -> bool:
+    """Whether a variable is a secret by its name, or has a password in a URL."""
+    return is_secret(name) or bool(_PASSWORD_IN_URL.search(value))
+
+
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """The text without the values of secret variables."""
     for name, value in environment.items():
-        if is_secret(name) and len(value) >= 6:
+        if len(value) >= 6 and holds_secret(name, value):
             text = text.replace(value, f"<{name}>")
     return text
 

@@ -139,7 +139,12 @@ def _query(command: RunCommand, fields: str) -> list[list[str]] | None:
     text = command(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
     if text is None:
         return None
-    return [[cell.strip() for cell in row.split(",")] for row in text.splitlines() if row.strip()]
+    rows = [[cell.strip() for cell in row.split(",")] for row in text.splitlines() if row.strip()]
+    # nvidia-smi also shows the GPUs of other jobs where the site does not hide them
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if fields.startswith("index,") and all(number.isdigit() for number in ours):
+        rows = [row for row in rows if row[0] in ours]
+    return rows
 
 
 def _command(line: Sequence[str]) -> str | None:
@@ -176,6 +181,7 @@ def _check_all_reduce(options: argparse.Namespace, report: NodeReport) -> int:
     """First inside the node, where no other node can be at fault, then across all of them."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
+    port = int(os.environ["MASTER_PORT"])
     local_size = int(os.environ.get("SLURM_TASKS_PER_NODE", "1").split("(")[0].split(",")[0])
     if local_rank == 0:
         report.consequences = ["the all-reduce was cut short"]
@@ -191,13 +197,12 @@ def _check_all_reduce(options: argparse.Namespace, report: NodeReport) -> int:
     try:
         if local_size > 1:
             with _time_limit(options.seconds, lambda: stuck(inside=True)):
-                speed = _all_reduce(local_rank, local_size, "127.0.0.1", _port(1))
+                speed = _all_reduce(local_rank, local_size, "127.0.0.1", port)
             report.facts["all_reduce_in_node_gb_per_s"] = speed
         inside = False
         if world > local_size:
-            master = os.environ.get("MASTER_ADDR", "127.0.0.1")
             with _time_limit(options.seconds, lambda: stuck(inside=False)):
-                speed = _all_reduce(rank, world, master, _port(2))
+                speed = _all_reduce(rank, world, os.environ["MASTER_ADDR"], port + 1)
             report.facts["all_reduce_gb_per_s"] = speed
     except Exception as error:  # whatever it is, it is a finding about this node
         _fail(report, options.results, f"failed: {' '.join(str(error).split())}", inside)
@@ -264,10 +269,6 @@ def _all_reduce(rank: int, world: int, master: str, port: int) -> float:
             raise RuntimeError(f"wrong sums over {world} ranks")
     dist.destroy_process_group()
     return 2 * (world - 1) / world * values.numel() * values.element_size() / best / 1e9
-
-
-def _port(offset: int) -> int:
-    return int(os.environ.get("MASTER_PORT", "29500")) + offset
 
 
 if __name__ == "__main__":

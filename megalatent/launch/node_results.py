@@ -6,6 +6,7 @@ Imports neither torch nor Megatron.
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megalatent.launch.srun import verbatim
 
 __all__ = ["NodeCheck"]
 
@@ -26,13 +29,19 @@ _LAUNCH_FAILED = re.compile(
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """`run(mode)` starts `megalatent.launch.node_check` on all nodes of the job."""
+    """`run(mode)` starts `megalatent.launch.node_check` on all nodes of the job.
+
+    Attributes:
+        hosts: the job's nodes, the first of which is the master.
+        port: the first of two that are free there.
+    """
 
     srun: Sequence[str]
     python: str
     arguments: Sequence[str]
     folder: Path
     hosts: Sequence[str]
+    port: int
     seconds: float
     say: Callable[[str], None]
 
@@ -44,8 +53,10 @@ class NodeCheck:
         module = ["-m", "megalatent.launch.node_check"]
         command = [
             *self.srun,
+            # alone, a node that cannot even start the check must not end it on the others
+            f"--kill-on-bad-exit={int(mode != 'basic')}",
             f"--job-name={name}",
-            f"--output={results}/%N.log",
+            f"--output={verbatim(results)}/%N.log",
             self.python,
             *module,
             f"--mode={mode}",
@@ -58,8 +69,10 @@ class NodeCheck:
             done = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, "MASTER_ADDR": self.hosts[0], "MASTER_PORT": str(self.port)},
                 capture_output=True,
                 text=True,
+                errors="replace",
                 timeout=2 * self.seconds + 60,
             )
             said = done.stderr

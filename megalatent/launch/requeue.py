@@ -26,6 +26,9 @@ def start_again(
 ) -> str:
     """Requeue the running job, or submit its script anew where the site forbids requeueing.
 
+    Args:
+        excluded: nodes to leave out, besides those that the submission leaves out.
+
     Returns:
         the id of the job that goes on.
 
@@ -64,10 +67,15 @@ def _submit_again(
     say(f"Slurm does not requeue this job ({why}): submitting the script again")
     options = [f"--dependency=afterany:{job}"]
     if excluded:
-        options.append(f"--exclude={','.join(excluded)}")
+        options.append(f"--exclude={','.join(slurm.excluded(job, excluded))}")
     if delay_seconds > 0:
         options.append(f"--begin=now+{round(delay_seconds)}")
-    return slurm.submit(str(folder.script), options)
+    _, of_array, task = job.partition("_")
+    if not of_array:
+        return slurm.submit(str(folder.script), options)
+    # the array has one script, which would start all its tasks
+    script = folder.path.parent / folder.script.name
+    return f"{slurm.submit(str(script), [*options, f'--array={task}'])}_{task}"
 
 
 def _sooner_than(eligible: str | None, delay_seconds: float) -> bool:

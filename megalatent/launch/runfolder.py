@@ -45,11 +45,15 @@ def now() -> str:
 def write_atomically(path: Path, text: str) -> None:
     """Readers see the old file or the new one, never a part, also after a crash."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError:  # a full disk
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @dataclass
@@ -146,7 +150,7 @@ class RunFolder:
             return State(**raw, attempts=attempts)
         except FileNotFoundError:
             return State()
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{self.state_file}: not a state file ({error}): move it away to start afresh"
             ) from None
@@ -165,12 +169,21 @@ class RunFolder:
         write_atomically(self.submission, json.dumps(asdict(submission), indent=1) + "\n")
 
     def finished(self) -> dict[str, Any] | None:
-        """The mark of a finished run: `{"iteration": …, "samples": …, "at": …}`."""
+        """The mark of a finished run: `{"iteration": …, "at": …}`.
+
+        Raises:
+            UserError: the file is not readable as a mark.
+        """
         try:
             mark = json.loads(self.finished_mark.read_text(encoding="utf-8"))
+            return {"iteration": int(mark["iteration"]), **mark}
         except FileNotFoundError:
             return None
-        return mark if isinstance(mark, dict) else {}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{self.finished_mark}: not the mark of a finished run ({error}): remove it where"
+                " the run is not finished"
+            ) from None
 
     def mark_finished(self, iteration: int) -> None:
         write_atomically(

@@ -5,6 +5,8 @@ Imports neither torch nor Megatron.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import shlex
@@ -22,30 +24,32 @@ from types import FrameType
 from megalatent.launch import checkpoints
 from megalatent.launch.decisions import Cause
 from megalatent.launch.failure import bad_loss_in_logs, describe_failure, first_exit_code, redact
-from megalatent.launch.progress import BadLoss, Progress
+from megalatent.launch.progress import HEARTBEAT, BadLoss, Progress
 from megalatent.launch.runfolder import RunFolder
 from megalatent.launch.slurm import Slurm, SlurmError
 
-__all__ = ["Ended", "Launch", "Ranks", "Signals", "why_ending"]
+__all__ = ["Ended", "Launch", "Ranks", "Signals", "free_port", "verbatim", "why_ending"]
 
 # Step name, by which signals reach the ranks and not the batch script.
 STEP = "train"
 _STACK_SECONDS = 10.0
 _END_SECONDS = 90.0
+_ASK_AGAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Launch:
     """How to start the ranks: `srun` and `program` are command lines; times in seconds.
 
-    `resume` is added to the program where there is a checkpoint to resume from (`resumes`).
+    `resume` is added to the program where there is a checkpoint to resume from, of iteration
+    `start` (0: none). A `hang_seconds` or `startup_seconds` of 0 waits for ever.
     """
 
     job: str
     srun: Sequence[str]
     program: Sequence[str]
     resume: Sequence[str]
-    resumes: bool
+    start: int
     logs: Path
     first_node: str
     hang_seconds: float
@@ -106,18 +110,19 @@ class Ranks:
         self._slurm = slurm
         self._signals = signals
         self._say = say
-        self._progress = Progress(folder.metrics)
+        self._progress = Progress(folder.metrics, launch.logs / HEARTBEAT, launch.start)
         self._rank0 = _RankZeroLog(launch.logs / f"node-{launch.first_node}.log", folder.rank0_log)
         self._srun_lines: list[str] = []
         self._process: subprocess.Popen[str] | None = None
         self._asked = False
+        self._ask_next = 0.0
 
     def start(self) -> None:
         """Start srun; every rank learns its place from Slurm's variables and from these."""
         launch = self._launch
         (launch.logs / "errors").mkdir(parents=True, exist_ok=True)
         (launch.logs / "stacks").mkdir(exist_ok=True)
-        port = str(_free_port(launch.job))
+        port = str(free_port(launch.job))
         environment = {
             **os.environ,
             "MASTER_ADDR": launch.first_node,
@@ -131,11 +136,11 @@ class Ranks:
             *launch.srun,
             f"--job-name={STEP}",
             "--label",
-            f"--output={launch.logs}/node-%N.log",
+            f"--output={verbatim(launch.logs)}/node-%N.log",
             "--open-mode=append",
             # torchrun wants to be told on its command line
             *(word.replace("{master}", f"{launch.first_node}:{port}") for word in launch.program),
-            *(launch.resume if launch.resumes else ()),
+            *(launch.resume if launch.start else ()),
         ]
         self._process = subprocess.Popen(
             command,
@@ -143,6 +148,7 @@ class Ranks:
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
         )
         self._reader = threading.Thread(target=self._read_srun, daemon=True)
         self._reader.start()
@@ -156,7 +162,7 @@ class Ranks:
             self._progress.poll()
             if self._signals.ending:
                 return self._ended(*why_ending(self._slurm, self._launch.job))
-            if self._signals.stop_soon and not self._asked:
+            if self._signals.stop_soon and time.monotonic() >= self._ask_next:
                 self._ask_to_save()
             bad = self._progress.bad_loss
             if bad is not None:
@@ -169,6 +175,10 @@ class Ranks:
                 return self._ended(Cause.HANG, f"{reason}; {self._end_hung_ranks()}")
         return self._after_exit(process.returncode)
 
+    @property
+    def running(self) -> bool:
+        return self._running().poll() is None
+
     def drain(self) -> None:
         """Wait for ranks that Slurm is ending; it kills this process too if they take too long."""
         process = self._running()
@@ -180,11 +190,16 @@ class Ranks:
     # --- ending ---
 
     def _ask_to_save(self) -> None:
-        self._asked = True
-        self._progress.touch()
-        self._say("Slurm ends this job soon: asking the ranks to save and stop")
-        if not self._slurm.signal_step(self._launch.job, STEP, "TERM"):
-            self._say("the ranks could not be signalled")
+        first, self._asked = not self._asked, True
+        if first:
+            self._progress.touch()
+            self._say("Slurm ends this job soon: asking the ranks to save and stop")
+        if self._slurm.signal_step(self._launch.job, STEP, "TERM"):
+            self._ask_next = math.inf
+            return
+        self._ask_next = time.monotonic() + _ASK_AGAIN_SECONDS
+        if first:
+            self._say("the ranks could not be signalled: trying again until they can")
 
     def _kill(self) -> None:
         process = self._running()
@@ -235,7 +250,7 @@ class Ranks:
         return launch.startup_seconds if self._progress.iteration is None else launch.hang_seconds
 
     def _still_for(self, limit: float) -> bool:
-        if self._progress.seconds_still() < limit:
+        if not limit or self._progress.seconds_still() < limit:
             return False
         # a long save is progress too; only now is it worth looking at many files
         if time.time() - checkpoints.latest_activity(self._folder.path) < limit:
@@ -276,7 +291,9 @@ def why_ending(slurm: Slurm, job: str) -> tuple[Cause, str]:
     """Slurm ends a job with the same SIGTERM whatever the reason; its log line tells them apart."""
     if slurm.job_field(job, "Reason") == "TimeLimit":
         return Cause.TIME_LIMIT, "time limit reached"
-    words = _last_cancel_words(slurm.job_field(job, "StdErr"))
+    own = os.path.realpath("/proc/self/fd/2")  # into which Slurm writes too
+    log = own if os.path.isfile(own) else slurm.job_field(job, "StdErr")
+    words = _last_cancel_words(log or "")
     if "TIME LIMIT" in words:
         return Cause.TIME_LIMIT, "time limit reached"
     if "PREEMPTION" in words:
@@ -302,13 +319,13 @@ class _RankZeroLog:
             with self._source.open("rb") as stream:
                 stream.seek(self._offset)
                 new = stream.read()
-        except FileNotFoundError:
+        except OSError:  # not there yet, or a shared file system that does not answer just now
             return
         self._offset += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
         mine = [line for line in lines if re.match(rb" *0: ", line)]
         if mine:
-            with self._target.open("ab") as stream:
+            with contextlib.suppress(OSError), self._target.open("ab") as stream:
                 stream.writelines(line.lstrip()[3:] + b"\n" for line in mine)
 
 
@@ -318,22 +335,30 @@ def _silent_ranks(folder: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("rank-")) for path in empty)
 
 
-def _free_port(job: str) -> int:
-    """A port on this host, the ranks' master, that other jobs are unlikely to ask for."""
+def verbatim(path: Path) -> str:
+    """A path for an option of Slurm that gives % a meaning."""
+    return str(path).replace("%", "%%")
+
+
+def free_port(job: str, ports: int = 1) -> int:
+    """The first of `ports` on this host, the ranks' master, that other jobs hardly ask for."""
     first = 20000 + (int(re.sub(r"\D", "", job) or 0) * 7) % 10000
     for port in range(first, first + 200):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
+        if all(_is_free(port + more) for more in range(ports)):
             return port
     raise SlurmError(f"ports {first} to {first + 199} of this host are all in use")
 
 
-def _last_cancel_words(log: str | None) -> str:
-    if log is None:
-        return ""
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _last_cancel_words(log: str) -> str:
     try:
         with open(log, "rb") as stream:
             stream.seek(max(0, os.path.getsize(log) - 20000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -21,7 +22,10 @@ from megalatent.launch.slurm import ACTIVE_STATES, Slurm, SlurmError
 __all__ = ["add_status_parser", "read_status", "run_status_command", "watch"]
 
 _ENDED = frozenset({"finished", "failed", "cancelled", "stopped", "gone"})
+_NO_ANSWER = "UNKNOWN"
 _WATCH_SECONDS = 5.0
+# For a moment, a job that Slurm starts again is nowhere.
+_GONE_SECONDS = 60.0
 
 
 def add_status_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,14 +81,13 @@ def read_status(folder: RunFolder, slurm: Slurm) -> dict[str, Any]:
     saved = checkpoints.last_complete(folder.path)
     mark = folder.finished()
     word = _word(state.status, mark is not None, job_state, bool(jobs), slurm)
-    reason = slurm.job_field(job, "Reason") if job and job_state == "PENDING" else None
     samples = last.get("consumed_samples")
     length = submission.tokens_per_sample
     return {
         "run": str(folder.path),
         "name": submission.name or folder.path.name,
         "state": word,
-        "reason": state.reason or (f"Slurm: {reason}" if reason else ""),
+        "reason": state.reason or _reason(word, job, job_state, slurm),
         "job": job,
         "job_state": job_state,
         "iteration": last.get("iteration"),
@@ -92,7 +95,11 @@ def read_status(folder: RunFolder, slurm: Slurm) -> dict[str, Any]:
         "samples": samples,
         "tokens": samples * length if samples is not None and length else None,
         "token_equivalent_tokens": last.get("token_equivalent_tokens"),
-        "loss_per_pass": {str(k): loss for k, loss in pass_losses(last).items()},
+        "loss_per_pass": {
+            # JSON has no NaN and no infinity: as texts, which `float()` reads back
+            str(k): loss if math.isfinite(loss) else str(loss)
+            for k, loss in pass_losses(last).items()
+        },
         "tokens_per_second": last.get("tokens_per_second"),
         "mfu": utilisation(folder, submission, last),
         "last_checkpoint": saved.iteration if saved else None,
@@ -112,7 +119,7 @@ def _current_job(jobs: list[str], slurm: Slurm) -> tuple[str | None, str | None]
             try:
                 state = slurm.job_state(job)
             except SlurmError:
-                return job, None
+                return job, _NO_ANSWER
             if state == "PENDING" or state in ACTIVE_STATES:
                 return job, state
     return (jobs[-1] if jobs else None), state
@@ -125,7 +132,7 @@ def _word(status: str, finished: bool, job_state: str | None, submitted: bool, s
         return "queued"
     if job_state in ACTIVE_STATES:
         return "running" if status != "failed" else status
-    if status in _ENDED:
+    if status in _ENDED or job_state == _NO_ANSWER:
         return status
     if not submitted:
         return "local"
@@ -133,6 +140,15 @@ def _word(status: str, finished: bool, job_state: str | None, submitted: bool, s
         return "cancelled"
     # the supervisor said it runs or waits, but no job is left to do so
     return "gone" if slurm.available() else status
+
+
+def _reason(word: str, job: str | None, job_state: str | None, slurm: Slurm) -> str:
+    if job_state == _NO_ANSWER:
+        return "Slurm does not answer: this is what the run folder says"
+    if word == "gone":
+        return "none of its jobs is in the queue any more: submit it again to go on"
+    reason = slurm.job_field(job, "Reason") if job and job_state == "PENDING" else None
+    return f"Slurm: {reason}" if reason else ""
 
 
 def describe(status: dict[str, Any]) -> str:
@@ -152,7 +168,7 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     if status["tokens"] is not None:
         yield f"  tokens           {status['tokens']:,}"
     if status["loss_per_pass"]:
-        losses = [f"pass {k}: {loss:.4f}" for k, loss in status["loss_per_pass"].items()]
+        losses = [f"pass {k}: {float(loss):.4f}" for k, loss in status["loss_per_pass"].items()]
         yield f"  loss             {', '.join(losses)}"
     if status["tokens_per_second"]:
         mfu = f", MFU {status['mfu']:.1%}" if status["mfu"] is not None else ""
@@ -180,22 +196,37 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def watch(folder: RunFolder, slurm: Slurm) -> int:
-    """Follow rank 0's log until the run ends; 0 where it finished. Ctrl-C only stops watching."""
-    offset, before = 0, ""
+def watch(path: Path, slurm: Slurm) -> int:
+    """Follow a run, or the tasks of an array, to the end; 0 where all finished.
+
+    Prints rank 0's log of a single run, and each change of state. Ctrl-C only stops watching.
+    """
+    offset = 0
+    before: dict[str, str] = {}
+    alive = time.monotonic()
     try:
         while True:
-            status = read_status(folder, slurm)
-            offset = _show_new(folder.rank0_log, offset)
-            if status["state"] != before:
-                before = status["state"]
-                print(f"megalatent: {before} {status['reason']}".rstrip(), flush=True)
-            if before in _ENDED:
-                print(describe(status))
-                return 0 if before == "finished" else 1
+            folders = _run_folders(path)
+            found = [read_status(folder, slurm) for folder in folders]
+            if len(folders) == 1:
+                offset = _show_new(folders[0].rank0_log, offset)
+            for status in found:
+                if status["state"] != before.get(status["run"]):
+                    before[status["run"]] = status["state"]
+                    which = f"{status['name']}: " if len(found) > 1 else ""
+                    line = f"megalatent: {which}{status['state']} {status['reason']}"
+                    print(line.rstrip(), flush=True)
+            words = set(before.values())
+            if "gone" not in words:
+                alive = time.monotonic()
+            if words <= _ENDED and (
+                "gone" not in words or time.monotonic() > alive + _GONE_SECONDS
+            ):
+                print("\n\n".join(describe(status) for status in found))
+                return 0 if words == {"finished"} else 1
             time.sleep(_WATCH_SECONDS)
     except KeyboardInterrupt:
-        print(f"\nthe run goes on; see `megalatent status {folder.path}`")
+        print(f"\nthe run goes on; see `megalatent status {path}`")
         return 0
 
 

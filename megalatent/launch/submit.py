@@ -5,28 +5,24 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
-import platform
-import subprocess
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megalatent.errors import UserError
 from megalatent.launch import checks
-from megalatent.launch.failure import is_secret
+from megalatent.launch.cluster_file import ClusterFile, is_variable, read_cluster_file
+from megalatent.launch.failure import holds_secret
 from megalatent.launch.mfu import flops_per_token
-from megalatent.launch.render import Job, render
-from megalatent.launch.runfolder import RunFolder, Submission, now
-from megalatent.launch.settings import (
-    PREFIX,
-    ClusterFile,
-    Settings,
-    add_flags,
-    read_cluster_file,
-)
-from megalatent.launch.slurm import ACTIVE_STATES, Slurm, SlurmError
+from megalatent.launch.render import Job, names_of_the_script, render
+from megalatent.launch.runfolder import RunFolder, Submission, now, write_atomically
+from megalatent.launch.setting_values import array_tasks
+from megalatent.launch.settings import PREFIX, Settings, add_flags
+from megalatent.launch.slurm import ACTIVE_STATES, Slurm
+from megalatent.launch.versions import versions
 
 __all__ = ["add_submit_parser", "run_submit_command"]
 
@@ -103,7 +99,7 @@ def run_submit_command(args: argparse.Namespace) -> int:
     if args.watch:
         from megalatent.launch.status import watch
 
-        return watch(plan.folder, slurm)
+        return watch(plan.folder.path, slurm)
     return 0
 
 
@@ -119,6 +115,13 @@ class _Plan:
     tasks: Sequence[int]
     notes: Sequence[str]
 
+    def task_folder(self, task: int) -> RunFolder:
+        return RunFolder(self.folder.path / f"task-{task}")
+
+    def run_folders(self) -> list[RunFolder]:
+        """The folder of the submission, and of an array those of its tasks."""
+        return [self.folder, *map(self.task_folder, self.tasks)]
+
 
 def _plan(args: argparse.Namespace) -> _Plan:
     from megalatent.config_megatron import parse
@@ -128,8 +131,9 @@ def _plan(args: argparse.Namespace) -> _Plan:
     for_task = [override for override in args.overrides if "{task}" in override]
     given = apply_overrides(read_yaml(args.config), fixed)
     cluster = read_cluster_file(_cluster_file(args.cluster))
-    settings = Settings.resolve(vars(args), cluster, _launch_section(given))
-    tasks = _array_tasks(settings.array)
+    section = _section(given, "launch")
+    settings = Settings.resolve(vars(args), cluster.settings, section, cluster.path)
+    tasks = array_tasks(settings.array) if settings.array else []
     if for_task and not tasks:
         raise UserError(f"--set {for_task[0]}: {{task}} stands for an array task: add --array")
     ranks_per_node = settings.ranks_per_node or settings.gpus_per_node
@@ -139,16 +143,17 @@ def _plan(args: argparse.Namespace) -> _Plan:
             " --ranks-per-node"
         )
     environment = _environment(args.env, cluster)
-    checks.check_settings(settings, ranks_per_node, environment)
+    checks.check_settings(settings, ranks_per_node)
 
-    name = settings.name or Path(args.config).stem
-    run = Path((given.get("megatron") or {}).get("save") or Path(settings.runs) / name)
-    run = run.expanduser().absolute()
-    given = {**given, "megatron": {**(given.get("megatron") or {}), "save": str(run)}}
+    name = settings.name or _name_for(args.config)
+    run = _run_folder(given, settings, name)
+    given = {**given, "megatron": {**_section(given, "megatron"), "save": str(run)}}
     samples = [override.replace("{task}", str(task)) for task in tasks for override in for_task]
     config = _load(args.config, given, samples[: len(for_task)])
     parsed = parse(config.megatron_argv())
     notes = checks.check_layout(parsed, settings, ranks_per_node)
+    cores, about_cores = checks.cores_per_rank(parsed, settings)
+    notes += about_cores
     # Every attempt repairs the run's checkpoints before its ranks start.
     config.check(settings.nodes * ranks_per_node, checkpoints_repaired=True)
     checks.check_paths(parsed, settings, run)
@@ -170,6 +175,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
         run=run,
         folder=Path.cwd(),
         ranks_per_node=ranks_per_node,
+        cpus_per_task=cores,
         task_overrides=for_task,
         environment=environment,
         targets=targets,
@@ -197,49 +203,61 @@ def _plan(args: argparse.Namespace) -> _Plan:
 
 def _cluster_file(given: Path | None) -> Path | None:
     if given is not None:
-        return given
+        return Path(os.path.expanduser(given))
     named = os.environ.get(f"{PREFIX}CLUSTER_ENV")
     if named:
         return Path(named)
     return next((Path(path) for path in _CLUSTER_FILES if Path(path).is_file()), None)
 
 
-def _launch_section(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    section = given.get("launch") or {}
+def _section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = given.get(name) or {}
     if not isinstance(section, dict):
-        raise UserError(f"launch: {section!r} is no section: write launch: {{nodes: 2}}")
+        raise UserError(
+            f"{name}: {repr(section)[:60]} is no section: write {name}: {{option: value}}"
+        )
     return section
 
 
-def _array_tasks(array: str | None) -> list[int]:
-    """`0-3:2,7%2` -> 0, 2, 7."""
-    tasks: list[int] = []
-    for part in (array or "").split("%")[0].split(","):
-        if part:
-            span, _, step = part.partition(":")
-            first, _, last = span.partition("-")
-            tasks.extend(range(int(first), int(last or first) + 1, int(step or 1)))
-    return tasks
+def _name_for(config: str) -> str:
+    """The name of the file, without what job names and folders should not have in them."""
+    return re.sub(r"[^\w.-]+", "-", Path(config).stem).strip(".-")[:100] or "run"
+
+
+def _run_folder(given: Mapping[str, Any], settings: Settings, name: str) -> Path:
+    save = _section(given, "megatron").get("save") or Path(settings.runs, name)
+    if not isinstance(save, (str, Path)):
+        raise UserError(f"megatron.save: {save!r} is no path: give a folder")
+    return Path(os.path.expanduser(save)).absolute()
 
 
 def _environment(given: Sequence[str], cluster: ClusterFile) -> dict[str, str]:
+    """The job's variables of the cluster file and of `--env`, without secrets."""
+    taken = names_of_the_script()
+    for name in cluster.environment:
+        if name in taken:
+            raise UserError(f"{cluster.path}: {name}: job scripts use this name: choose another")
     environment = dict(cluster.environment)
     for item in given:
         name, equals, value = item.partition("=")
-        if not name.isidentifier():
+        if not is_variable(name):
             raise UserError(f"--env {item}: {name!r} is no variable: write NAME or NAME=VALUE")
-        if is_secret(name):
-            if equals:
-                raise UserError(
-                    f"--env {name}=…: a secret would stand in the job script: export it in your"
-                    f" shell and give --env {name}, or put it into a file for --secrets"
-                )
-            if name not in os.environ:
-                raise UserError(f"--env {name}: not set in your shell: export it, or leave it out")
-            continue  # Slurm hands the shell's variables to the job
+        if name in taken:
+            raise UserError(f"--env {name}: job scripts use this name: choose another")
         if not equals and name not in os.environ:
-            raise UserError(f"--env {name}: not set in your shell: give --env {name}=VALUE")
-        environment[name] = value if equals else os.environ[name]
+            raise UserError(
+                f"--env {name}: not set in your shell: export it, give --env {name}=VALUE where it"
+                " is no secret, or leave it out"
+            )
+        value = value if equals else os.environ[name]
+        if not holds_secret(name, value):
+            environment[name] = value
+        elif equals:
+            raise UserError(
+                f"--env {name}=…: a secret would stand in the job script: export it in your"
+                f" shell and give --env {name}, or put it into a file for --secrets"
+            )
+        # a secret comes along because Slurm hands the shell's variables to the job
     return environment
 
 
@@ -287,66 +305,53 @@ def _config_text(given: Mapping[str, Any], origin: str) -> str:
     import yaml
 
     text: str = yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True)
-    return f"# {Path(origin).absolute()} with the overrides of this submission\n{text}"
-
-
-def _environment_text() -> str:
-    """Versions of everything that can change a result; no variables, so no secrets."""
-    packages = sorted(
-        {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
-    )
-    lines = [
-        f"python {platform.python_version()} {sys.executable}",
-        f"system {platform.platform()}",
-    ]
-    for command in (["sbatch", "--version"], ["nvidia-smi", "--version"]):
-        lines += _said_by(command)[:1]
-    commit = _said_by(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"])
-    if commit:
-        lines.append(f"commit {commit[0]}")
-    return "\n".join([*lines, "", *packages]) + "\n"
-
-
-def _said_by(command: Sequence[str]) -> list[str]:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+    source = " ".join(str(Path(origin).absolute()).split())
+    return f"# {source} with the overrides of this submission\n{text}"
 
 
 def _refuse_if_busy(plan: _Plan, slurm: Slurm) -> None:
-    folder = plan.folder
-    jobs = {*folder.read_submission().jobs, *folder.read_state().jobs}
+    jobs: set[str] = set()
+    for folder in plan.run_folders():
+        known = (*folder.read_submission().jobs, *folder.read_state().jobs)
+        jobs |= {job.partition("_")[0] for job in known}  # a task's array stands for it
     for job in sorted(jobs):
         state = slurm.job_state(job)
         if state == "PENDING" or state in ACTIVE_STATES:
             raise UserError(
-                f"{folder.path} is in use by job {job} ({state.lower()}): wait for it, stop it with"
-                f" 'scancel {job}', or give this run another --name"
+                f"{plan.folder.path} is in use by job {job} ({state.lower()}): wait for it, stop it"
+                f" with 'scancel {job}', or give this run another --name"
             )
 
 
 def _submit(plan: _Plan, slurm: Slurm) -> list[str]:
     folder = plan.folder
     folder.logs.mkdir(parents=True, exist_ok=True)
-    folder.config.write_text(plan.config_text, encoding="utf-8")
-    folder.environment.write_text(_environment_text(), encoding="utf-8")
-    folder.script.write_text(plan.script, encoding="utf-8")
-    for run in [folder, *(RunFolder(folder.path / f"task-{task}") for task in plan.tasks)]:
+    write_atomically(folder.config, plan.config_text)
+    write_atomically(folder.environment, versions())
+    write_atomically(folder.script, plan.script)
+    for run in plan.run_folders():
         _clear_verdict(run)
     jobs: list[str] = []
     try:
         for _ in range(plan.chain):
             after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
             jobs.append(slurm.submit(str(folder.script), after))
-    except SlurmError:
+        _write_down(plan, jobs)
+    except BaseException:  # half a chain, or jobs that nobody knows of, are of no use; also Ctrl-C
         if jobs:
             slurm.cancel(jobs)
         raise
-    plan.submission.jobs = jobs
-    folder.write_submission(plan.submission)
     return jobs
+
+
+def _write_down(plan: _Plan, jobs: list[str]) -> None:
+    submission = replace(plan.submission, jobs=jobs)
+    plan.folder.write_submission(submission)
+    for task in plan.tasks:
+        run = plan.task_folder(task)
+        run.path.mkdir(exist_ok=True)
+        name = f"{submission.name}/{run.path.name}"
+        run.write_submission(replace(submission, name=name, jobs=[f"{jobs[0]}_{task}"]))
 
 
 def _clear_verdict(folder: RunFolder) -> None:

@@ -1,7 +1,7 @@
 """Runs inside the batch job, around srun: checks the nodes, starts the ranks, watches them, and
 decides what follows when they end.
 
-    python -m megalatent.launch.supervise --run RUN --srun "srun …" [options] -- PROGRAM…
+    python -m megalatent.launch.supervise --run RUN --srun srun [options] -- PROGRAM…
 
 Imports neither torch nor Megatron: it starts at once and survives what happens to the ranks.
 
@@ -12,11 +12,13 @@ something given is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
-import shlex
+import sys
 from collections.abc import Mapping, Sequence
 
-from megalatent.errors import UserError
+from megalatent.errors import UserError, describe_os_error
 from megalatent.launch import checkpoints
 from megalatent.launch.decisions import Action, Cause, Decision, Outcome, Policy, decide
 from megalatent.launch.node_results import NodeCheck
@@ -24,7 +26,7 @@ from megalatent.launch.progress import end_last_line, read_metrics
 from megalatent.launch.requeue import start_again
 from megalatent.launch.runfolder import Attempt, Owner, RunFolder, RunLock, State, now
 from megalatent.launch.slurm import ACTIVE_STATES, Slurm, SlurmError
-from megalatent.launch.srun import Ended, Launch, Ranks, Signals, why_ending
+from megalatent.launch.srun import Ended, Launch, Ranks, Signals, free_port, why_ending
 
 __all__ = ["main"]
 
@@ -32,11 +34,16 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Supervise one start of the job; the exit code of the batch script."""
     options = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # whatever the site's locale can write
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _Supervisor(options).run()
     except UserError as error:
         print(f"megalatent: error: {error}", flush=True)
         return 2
+    except OSError as error:
+        print(f"megalatent: error: {describe_os_error(error) or error}", flush=True)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,14 +53,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--run", required=True, help="run folder")
-    add("--srun", required=True, help="srun command line that starts one process per rank")
+    add("--srun", required=True, action="append", help="srun, and its options one by one")
     add("--python", default="python", help="interpreter of the ranks, for the node check")
-    add("--resume", default="", help="added to PROGRAM where there is a checkpoint to resume from")
+    add(
+        "--resume", default=[], action="append", help="added to PROGRAM where there is a checkpoint"
+    )
     add("--target-iterations", type=int, help="the run is finished at this iteration")
     add("--target-samples", type=int, help="the run is finished after so many samples")
     add("--max-requeues", type=int, default=10, help="failures in a row without a new checkpoint")
     add("--back-off-seconds", type=float, default=30.0, help="wait after a failure, then doubled")
-    add("--hang-minutes", type=float, default=30.0, help="no progress for so long is a hang")
+    add(
+        "--hang-minutes", type=float, default=30.0, help="no progress for so long: a hang; 0: never"
+    )
     add("--startup-minutes", type=float, default=60.0, help="the same before the first iteration")
     add("--node-check", choices=("off", "basic", "full"), default="full")
     add("--node-check-seconds", type=float, default=300.0, help="a node silent for longer is bad")
@@ -110,11 +121,25 @@ class _Supervisor:
         state.attempts.append(attempt)
         self._folder.write_state(state)
 
-        code = self._conclude(self._attempt(attempt, state), state)
+        try:
+            code = self._conclude(self._attempt(attempt, state), state)
+        except SlurmError as error:  # no answer to what cannot be done without
+            return self._fail(state, str(error))
+        except OSError as error:
+            return self._fail(state, describe_os_error(error) or str(error))
         if self._ranks is not None:
             self._ranks.drain()
             self._note_last_save(state)
         return code
+
+    def _fail(self, state: State, reason: str) -> int:
+        attempt = state.attempts[-1]
+        if attempt.ended is None:
+            attempt.ended, attempt.outcome, attempt.reason = now(), "failed", reason
+        state.status, state.reason = "failed", reason
+        self._say(f"failed: {reason}")
+        self._folder.write_state(state)
+        return 1
 
     def _attempt(self, attempt: Attempt, state: State) -> Ended:
         """Check the nodes, run the ranks, and look for a bad node where they failed."""
@@ -149,9 +174,15 @@ class _Supervisor:
         return None
 
     def _leave_out(self, bad: dict[str, str], check: NodeCheck, state: State) -> None:
-        if bad and not check.all_bad(bad):
-            state.excluded |= bad
-            self._say(f"left out from now on: {check.summary(bad)}")
+        if not bad or check.all_bad(bad):
+            return
+        left = self._slurm.nodes_left(self._job, [*state.excluded, *bad])
+        if left is not None and left < len(check.hosts):
+            # the job would wait for ever
+            self._say(f"not left out, because {left} others are too few: {check.summary(bad)}")
+            return
+        state.excluded |= bad
+        self._say(f"left out from now on: {check.summary(bad)}")
 
     # --- before the ranks start ---
 
@@ -188,15 +219,18 @@ class _Supervisor:
 
     def _node_check(self, attempt: Attempt) -> NodeCheck:
         options = self._options
+        hosts = self._slurm.host_names(self._nodes)
         return NodeCheck(
-            srun=shlex.split(options.srun),
+            srun=options.srun,
             python=options.python,
             arguments=[
                 f"--gpus={options.gpus_per_node}",
                 f"--min-bandwidth={options.min_bandwidth}",
             ],
             folder=self._folder.attempt_logs(attempt.name),
-            hosts=self._slurm.host_names(self._nodes),
+            hosts=hosts,
+            # one port for the ranks of a node, one for all
+            port=free_port(self._job, ports=2),
             seconds=options.node_check_seconds,
             say=self._say,
         )
@@ -205,10 +239,10 @@ class _Supervisor:
         options = self._options
         return Launch(
             job=self._job,
-            srun=shlex.split(options.srun),
+            srun=options.srun,
             program=options.program,
-            resume=shlex.split(options.resume),
-            resumes=attempt.from_iteration > 0,
+            resume=options.resume,
+            start=attempt.from_iteration,
             logs=self._folder.attempt_logs(attempt.name),
             first_node=self._slurm.host_names(self._nodes)[0],
             hang_seconds=60 * options.hang_minutes,
@@ -220,13 +254,14 @@ class _Supervisor:
 
     def _conclude(self, ended: Ended, state: State) -> int:
         """Write down how the attempt ended, then do what follows; the exit code."""
-        if ended.bad_loss is not None:
-            # weights saved at or after that iteration are bad too
-            _, done = checkpoints.repair(self._folder.path, before=ended.bad_loss.iteration)
+        if self._ranks is not None and not self._ranks.running:
+            # a half-written checkpoint may be what fills the disk; of bad weights none may stay
+            bad = ended.bad_loss.since if ended.bad_loss else None
+            _, done = checkpoints.repair(self._folder.path, before=bad)
             for line in done:
                 self._say(line)
         attempt = state.attempts[-1]
-        saved = self._last_saved(ended.bad_loss.iteration if ended.bad_loss else None)
+        saved = self._last_saved()
         outcome = Outcome(
             cause=ended.cause,
             reason=ended.reason,
@@ -262,10 +297,7 @@ class _Supervisor:
                 self._say,
             )
         except SlurmError as error:
-            state.status, state.reason = "failed", f"{decision.reason}; not started again: {error}"
-            self._folder.write_state(state)
-            self._say(state.reason)
-            return 1
+            return self._fail(state, f"{decision.reason}; not started again: {error}")
         if job not in state.jobs:
             state.jobs.append(job)
             self._folder.write_state(state)
@@ -278,8 +310,8 @@ class _Supervisor:
             state.attempts[-1].to_iteration = saved
             self._folder.write_state(state)
 
-    def _last_saved(self, before: int | None = None) -> int:
-        newest = checkpoints.last_complete(self._folder.path, before)
+    def _last_saved(self) -> int:
+        newest = checkpoints.last_complete(self._folder.path)
         return newest.iteration if newest else 0
 
     def _reached_target(self, ended: Ended, saved: int) -> bool | None:
@@ -308,7 +340,11 @@ class _Supervisor:
         jobs = self._folder.read_submission().jobs
         later = jobs[jobs.index(self._job) + 1 :] if self._job in jobs else []
         for job in later:
-            if self._slurm.job_state(job) == "PENDING":
+            try:
+                state = self._slurm.job_state(job)
+            except SlurmError:  # no answer: it was there when the chain was submitted
+                return job
+            if state == "PENDING":
                 return job
         return None
 
@@ -319,8 +355,13 @@ class _Supervisor:
 
     def _say(self, line: str) -> None:
         text = f"{now()} megalatent: {line}"
-        print(text, flush=True)
-        with self._folder.rank0_log.open("a", encoding="utf-8") as log:
+        # a full disk is no reason to leave the ranks alone
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
+        with (
+            contextlib.suppress(OSError),
+            self._folder.rank0_log.open("a", encoding="utf-8") as log,
+        ):
             log.write(text + "\n")
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalatent.launch.progress import Heartbeat
 from megalatent.training.losses import PassSums
 
 __all__ = ["MetricsLog", "RunState", "Writers", "reduce_sums"]
@@ -141,6 +142,7 @@ class MetricsLog:
         self.ranks = ranks
         self.peak_flops = peak_flops
         self.listeners: list[Any] = []
+        self._heartbeat = Heartbeat()
         self._steps: list[tuple[int, ...]] = []
         self._tokens = 0
         self._flops = 0.0
@@ -162,6 +164,8 @@ class MetricsLog:
             tokens: tokens of the global batch.
             flops: operations of the step on all ranks.
         """
+        if self.speaks:
+            self._heartbeat.beat()
         self._seconds += time.perf_counter() - self._began
         self._steps.append(tuple(passes))
         self._tokens += tokens

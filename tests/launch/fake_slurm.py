@@ -46,11 +46,17 @@ exit 1
 """,
     "scontrol": """
 case "$*" in
-  "show hostnames"*) echo node0; echo node1 ;;
+  "show hostnames node["*) echo node0; echo node1 ;;
+  "show hostnames"*) echo "$3" | tr , "\n" ;;
   *"show job"*)
     reason=$(cat "$F/reason" 2>/dev/null || echo None)
-    echo "JobId=7 Reason=$reason StdErr=$F/stderr" ;;
+    excluded=$(cat "$F/excluded" 2>/dev/null || echo "(null)")
+    echo "JobId=7 Reason=$reason Partition=gpu ExcNodeList=$excluded" \\
+      "StdErr=$F/stderr StdIn=/dev/null" ;;
 esac
+""",
+    "sinfo": """
+cat "$F/nodes" 2>/dev/null || exit 1
 """,
     "scancel": """
 signal=$(echo "$*" | grep -o 'signal=[A-Z0-9]*' | cut -d= -f2)
@@ -170,7 +176,7 @@ def srun(folder: str) -> int:
             if code == 0:
                 print("srun: Job step aborted: Waiting up to 5 seconds", file=sys.stderr)
             code = code or (status if status > 0 else 128 - status)
-            for *_, other in running:
+            for *_, other in running if given.get("--kill-on-bad-exit") != "0" else ():
                 other.kill()
     Path(folder, "pids").unlink()
     for reader in readers:

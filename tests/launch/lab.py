@@ -195,7 +195,7 @@ def submit(
         "--sbatch-options": "--exclusive",
         "--back-off-seconds": "1",
         # The repository too: it may have been cloned into a folder that nodes keep to themselves.
-        "--shared-paths": f"{folder}:{Path(__file__).parents[2]}",
+        "--shared-paths": f"{folder.parent}:{Path(__file__).parents[2]}",
         **({"--entry": str(entry)} if entry else {}),
     }
     line = ["submit", str(config)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalatent.launch.checkpoints import checkpoints, last_complete, latest_activity, repair
+from megalatent.launch.checkpoints import last_complete, latest_activity, repair
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -72,8 +72,9 @@ def test_before_an_iteration(tmp_path: Path) -> None:
     assert newest is not None
     assert newest.iteration == 20
     assert (tmp_path / TRACKER).read_text() == "20"
-    # what is good stays, for a person to decide about
-    assert [c.iteration for c in checkpoints(tmp_path)] == [10, 20, 30]
+    # also when a person starts the run again; the weights are there to look at
+    assert repair(tmp_path) == (newest, [])
+    assert (tmp_path / "bad_iter_0000030" / ".metadata").exists()
 
 
 def test_other_formats_are_judged_by_the_tracker(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megalatent.launch.failure import (
     bad_loss_in_logs,
     describe_failure,
     first_exit_code,
+    holds_secret,
     is_secret,
     redact,
     write_rank_error,
@@ -73,7 +75,17 @@ def test_a_bad_loss_that_was_only_printed(tmp_path: Path) -> None:
     assert str(bad_loss_in_logs(tmp_path)) == "the loss of pass 2 is not a number at iteration 41"
 
 
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN", "password", "AWS_SECRET_ACCESS_KEY"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "password",
+        "AWS_SECRET_ACCESS_KEY",
+        "PGPASSWORD",
+        "OPENAI_APIKEY",
+    ],
+)
 def test_secret_names(name: str) -> None:
     assert is_secret(name)
 
@@ -90,3 +102,21 @@ def test_secrets_are_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "hf_abcdef" not in (tmp_path / "errors" / "rank-0.json").read_text()
     assert describe_failure(tmp_path, [], 1) == "rank 0 on n: ValueError: 401 for <HF_TOKEN>"
     assert redact("short", {"A_KEY": "s"}) == "short"
+
+
+def test_secrets_with_characters_that_json_writes_differently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", 'pä"ss\\wörd')
+    monkeypatch.setenv("A_KEY", "message")  # also a word of the file itself
+    error = RankError(0, "n", 1.0, "ValueError", 'refused: pä"ss\\wörd', "")
+    write_rank_error(tmp_path / "errors", error)
+    assert "wörd" not in json.loads((tmp_path / "errors" / "rank-0.json").read_text())["message"]
+    assert describe_failure(tmp_path, [], 1) == "rank 0 on n: ValueError: refused: <PGPASSWORD>"
+
+
+def test_passwords_in_addresses() -> None:
+    proxy = "http://me:hidden@proxy:3128"
+    assert holds_secret("https_proxy", proxy)
+    assert not holds_secret("https_proxy", "http://proxy:3128/a@b")
+    assert redact(f"via {proxy}", {"https_proxy": proxy}) == "via <https_proxy>"

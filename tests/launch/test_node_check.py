@@ -89,6 +89,7 @@ def bad_nodes(tmp_path: Path, says: str = "", **nodes: dict[str, Any]) -> dict[s
         arguments=[],
         folder=tmp_path,
         hosts=["node0", "node1", "node2", "node3"],
+        port=29500,
         seconds=10,
         say=print,
     )

@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megalatent.launch.progress import Progress, end_last_line, pass_losses, read_metrics
+from megalatent.launch.progress import (
+    HEARTBEAT,
+    Heartbeat,
+    Progress,
+    end_last_line,
+    pass_losses,
+    read_metrics,
+)
 
 
 def line(iteration: int, *losses: float, kind: str = "train") -> str:
@@ -93,3 +101,46 @@ def test_the_first_bad_loss_is_kept(tmp_path: Path, losses: tuple, says: str) ->
     path.write_text(line(6, 1.0, 1.0) + line(7, *losses) + line(8, math.nan))
     progress.poll()
     assert str(progress.bad_loss) == says
+
+
+def test_weights_may_be_bad_since_the_last_good_line(tmp_path: Path) -> None:
+    """Where every tenth iteration is logged, a checkpoint between is not trusted."""
+    path = tmp_path / "metrics.jsonl"
+    progress = Progress(path, start=40)
+    path.write_text(line(50, 1.0) + line(60, math.nan))
+    progress.poll()
+    assert progress.bad_loss is not None
+    assert (progress.bad_loss.since, progress.bad_loss.iteration) == (51, 60)
+    path.unlink()
+    progress = Progress(path, start=40)
+    path.write_text(line(50, math.nan))
+    progress.poll()
+    assert progress.bad_loss is not None
+    assert progress.bad_loss.since == 41  # the checkpoint it came from stays
+
+
+def test_steps_between_two_lines_are_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred long steps may pass between two lines of the metrics."""
+    clock = [0.0]
+    fake = SimpleNamespace(monotonic=lambda: clock[0])
+    monkeypatch.setattr("megalatent.launch.progress.time", fake)
+    progress = Progress(tmp_path / "metrics.jsonl", tmp_path / HEARTBEAT)
+    rank = Heartbeat({"MEGALATENT_LOGS": str(tmp_path)})
+    for _ in range(5):
+        clock[0] += 100
+        assert progress.seconds_still() >= 100
+        rank.beat()
+        progress.poll()
+        assert progress.seconds_still() == 0
+    clock[0] += 100
+    progress.poll()
+    assert progress.seconds_still() == 100
+
+
+def test_a_heartbeat_is_for_supervisors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Heartbeat({}).beat()
+    Heartbeat({"MEGALATENT_LOGS": str(tmp_path / "gone")}).beat()
+    assert list(tmp_path.iterdir()) == []

@@ -42,10 +42,33 @@ def test_state_reads_back(folder: RunFolder) -> None:
     assert os.listdir(folder.path) == ["state.json"]
 
 
-def test_a_state_file_that_is_none(folder: RunFolder) -> None:
-    folder.state_file.write_text('{"status": "running"')
+@pytest.mark.parametrize("text", ['{"status": "running"', "", "null", "[]", '{"attempts": 1}'])
+def test_a_state_file_that_is_none(folder: RunFolder, text: str) -> None:
+    folder.state_file.write_text(text)
     with pytest.raises(UserError, match="not a state file"):
         folder.read_state()
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "{}", '{"iteration": "x"}'])
+def test_a_mark_that_is_none(folder: RunFolder, text: str) -> None:
+    folder.finished_mark.write_text(text)
+    with pytest.raises(UserError, match="not the mark of a finished run"):
+        folder.finished()
+
+
+def test_a_full_disk_leaves_the_old_file(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write_state(State("running"))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        folder.write_state(State("waiting"))
+    assert folder.read_state().status == "running"
+    assert os.listdir(folder.path) == ["state.json"]
 
 
 def test_one_at_a_time(folder: RunFolder) -> None:

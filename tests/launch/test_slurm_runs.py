@@ -88,7 +88,8 @@ def early_signal(lab: Lab, folder: Path) -> Run:
 
 @scenario
 def requeued(lab: Lab, folder: Path) -> Run:
-    run = submit(lab, folder, *pause_at(17))
+    """In a folder whose name means something to bash, to Slurm and to YAML."""
+    run = submit(lab, folder / "it's 100% odd: $HOME #1 größe", *pause_at(17))
     run.wait_for_iteration(16)
     lab.command("scontrol", "requeue", run.jobs[0])
     run.wait_for_end()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megalatent import cli
 from megalatent.launch.mfu import flops_per_token, peak_flops
 from megalatent.launch.runfolder import Attempt, RunFolder, State, Submission
+from megalatent.launch.slurm import Slurm
+from megalatent.launch.status import watch
 from tests.launch.fake_slurm import FakeSlurm, fake_slurm  # noqa: F401
 from tests.launch.test_checkpoints import write as write_checkpoint
 
@@ -103,6 +108,79 @@ def test_state(
     if job:
         fake_slurm.job("12", job)
     assert status(folder, capsys)["state"] == word
+
+
+def test_a_bad_loss_is_still_json(
+    folder: RunFolder,
+    fake_slurm: FakeSlurm,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = {"kind": "train", "iteration": 31, "loss_per_pass": {"1": "NaN", "2": "Infinity"}}
+    with folder.metrics.open("a") as stream:
+        stream.write(json.dumps(record) + "\n")
+    assert cli.main(["status", str(folder.path), "--json"]) == 0
+    text = capsys.readouterr().out
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(text, parse_constant=refuse)
+    assert found["loss_per_pass"] == {"1": "nan", "2": "inf"}
+    assert cli.main(["status", str(folder.path)]) == 0
+    assert "pass 1: nan, pass 2: inf" in capsys.readouterr().out
+
+
+def test_no_answer_is_not_the_end(
+    folder: RunFolder,
+    fake_slurm: FakeSlurm,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake_slurm.answer("squeue", 1, "squeue: error: Access denied")
+    found = status(folder, capsys)
+    assert (found["state"], found["job_state"]) == ("running", "UNKNOWN")
+    assert "Slurm does not answer" in found["reason"]
+
+
+def pauses(monkeypatch: pytest.MonkeyPatch, steps: Iterator[Callable[[], object]]) -> None:
+    """Do one step in place of each pause of `watch`."""
+    fake = SimpleNamespace(sleep=lambda seconds: next(steps)(), monotonic=time.monotonic)
+    monkeypatch.setattr("megalatent.launch.status.time", fake)
+
+
+def test_watching_an_array(
+    tmp_path: Path,
+    fake_slurm: FakeSlurm,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tasks = [RunFolder(tmp_path / f"task-{number}") for number in (0, 1)]
+    for number, run in enumerate(tasks):
+        run.path.mkdir()
+        run.write_submission(Submission(name=f"x/{run.path.name}", jobs=[f"12_{number}"]))
+    fake_slurm.job("12", "RUNNING")
+    steps = iter([lambda: tasks[1].mark_finished(5), lambda: tasks[0].mark_finished(5)])
+    pauses(monkeypatch, steps)
+    assert watch(tmp_path, Slurm()) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[:4] == [
+        "megalatent: x/task-0: running",
+        "megalatent: x/task-1: running",
+        "megalatent: x/task-1: finished",
+        "megalatent: x/task-0: finished",
+    ]
+
+
+def test_watching_waits_for_a_job_that_is_nowhere_for_a_moment(
+    folder: RunFolder,
+    fake_slurm: FakeSlurm,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake_slurm.job("12", "NODE_FAIL")
+    steps = iter([lambda: fake_slurm.job("12", "PENDING"), lambda: folder.mark_finished(100)])
+    pauses(monkeypatch, steps)
+    assert watch(folder.path, Slurm()) == 0
+    assert "megalatent: queued" in capsys.readouterr().out
 
 
 def test_a_finished_run_stays_finished(

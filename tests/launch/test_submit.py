@@ -140,13 +140,14 @@ def test_templates_are_sound_by_hand(name: str) -> None:
 
 def test_the_cluster_example_reads_back(here: Path) -> None:
     """With every line switched on, each name is a setting and each value makes sense."""
-    from megalatent.launch.settings import Settings, read_cluster_file
+    from megalatent.launch.cluster_file import read_cluster_file
+    from megalatent.launch.settings import Settings
 
     text = (ROOT / "slurm" / "cluster.env.example").read_text()
     path = here / "cluster.env"
     path.write_text(re.sub(r"(?m)^#(?=[A-Z_]+=)", "", text))
     cluster = read_cluster_file(path)
-    settings = Settings.resolve({}, cluster, {})
+    settings = Settings.resolve({}, cluster.settings, {})
     assert settings.partition == "gpu"
     assert settings.min_bandwidth == 100
     assert cluster.environment["NCCL_SOCKET_IFNAME"] == "ib0"
@@ -272,9 +273,36 @@ MISTAKES = {
     "no processes": Wrong(["--gpus-per-node=0"], "add --ranks-per-node"),
     "mounts without container": Wrong(["--mounts=/usr:/usr"], "add --container"),
     "no such container": Wrong(["--container=./image.sqsh"], "image.sqsh: no such file"),
-    "no such environment": Wrong(["--venv=./venv"], "venv: no such file or folder"),
+    "no such environment": Wrong(["--venv=./venv"], "venv/bin/activate: no such file or folder"),
+    "no such secrets": Wrong(["--secrets=missing.env"], "missing.env: no such file or folder"),
+    "no such script": Wrong(["--entry=missing.py"], "missing.py: no such file or folder"),
     "unknown launcher": Wrong(["--launcher=mpirun"], "is none of srun, torchrun, ft"),
     "name with a slash": Wrong(["--name=a/b"], "'a/b' is no name"),
+    "name of a folder above": Wrong(["--name=.."], "'..' is no name"),
+    "name without an end": Wrong(["--name=" + "x" * 101], "is no name: use up to 100 letters"),
+    "array that counts down": Wrong(["--array=3-0"], "counts down from 3 to 0"),
+    "array in steps of nothing": Wrong(["--array=0-3:0"], "counts in steps of 0"),
+    "array of the number of samples": Wrong(["--array=0-9999999999"], "the highest that can be"),
+    "open quote": Wrong(["--sbatch-options=--comment='x"], "cannot be taken apart: no closing"),
+    "no option": Wrong(["--sbatch-options=exclusive"], "begins with 'exclusive'"),
+    "option that is a setting": Wrong(["--sbatch-options=-N 4"], "give it as --nodes, which"),
+    "never silent": Wrong(["--node-check-seconds=0"], "'0' is not a number above 0"),
+    "password in a URL": Wrong(
+        ["--env=HTTPS_PROXY=http://me:pw@proxy:3128"], "a secret would stand in the job script"
+    ),
+    "variable of the script": Wrong(["--env=RUN=7"], "job scripts use this name"),
+    "variable of the script in the cluster file": Wrong(
+        ["CLUSTER=CONFIG=debug"], "cluster.env: CONFIG: job scripts use this name"
+    ),
+    "variable that bash does not know": Wrong(["--env=größe=1"], "'größe' is no variable"),
+    "cluster file of Windows": Wrong(["CLUSTER=NCCL_DEBUG=INFO\r"], "the line ends of Windows"),
+    "cluster file that exits": Wrong(["CLUSTER=exit 0"], "ends the shell that reads it"),
+    "section that is none": Wrong([], "launch: [1] is no section", {"launch": [1]}),
+    "folder that is a number": Wrong([], "megatron.save: 5 is no path", {"save": 5}),
+    "folder of two lines": Wrong([], "has a line break", {"save": "a\nb"}),
+    "folder that a container cannot have": Wrong(
+        ["--container=x"], "cannot mount a path with : or ,", {"save": "a:b"}
+    ),
     "secrets for everybody": Wrong(["--secrets=./open.env"], "has mode 644"),
 }  # fmt: skip
 

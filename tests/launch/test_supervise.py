@@ -33,15 +33,15 @@ class Supervised:
         slurm.job(JOB, "RUNNING")
 
     def start(self, *options: str, job: str = JOB, restart: int = 0, **environment: str) -> None:
-        resume = f"--set megatron.load={self.folder.path}"
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "megalatent.launch.supervise"),
                 *(f"--run={self.folder.path}", "--srun=srun", f"--python={sys.executable}"),
                 *("--node-check=off", "--target-iterations=20", "--poll-seconds=0.05"),
-                *("--back-off-seconds=60", f"--resume={resume}", *options, "--"),
+                *("--back-off-seconds=60", "--resume=--set"),
+                *(f"--resume=megatron.load='{self.folder.path}'", *options, "--"),
                 *(sys.executable, "-m", "megalatent.launch.slurm_rank", str(STANDIN)),
-                *(str(self.config), "--set", f"megatron.save={self.folder.path}"),
+                *(str(self.config), "--set", f"megatron.save='{self.folder.path}'"),
             ],
             env={
                 **os.environ,
@@ -186,6 +186,11 @@ def test_a_bad_loss_keeps_the_last_good_checkpoint(supervised: Supervised) -> No
     assert supervised.state.reason == "the loss of pass 1 is not a number at iteration 15"
     assert (supervised.folder.path / "latest_checkpointed_iteration.txt").read_text() == "10"
     assert not supervised.slurm.calls("scontrol").count("requeue 7")
+    # nor does the run resume from bad weights when a person starts it again
+    supervised.folder.write_state(State())
+    code, said = supervised.run(job="8")
+    assert code == 0, said
+    assert supervised.state.attempts[0].from_iteration == 10
 
 
 def test_a_wrong_config_is_not_tried_again(supervised: Supervised) -> None:
@@ -295,6 +300,59 @@ def test_attempts_that_were_cut_off_count_as_failures(supervised: Supervised) ->
     assert "node[0-1] went down" in supervised.state.reason
 
 
+def test_a_half_written_checkpoint_goes_when_the_ranks_have_ended(supervised: Supervised) -> None:
+    """On a full disk it leaves no room to write down what happened."""
+    code, said = supervised.run("--hang-minutes=0.02", STANDIN_FAULT="half:2:10")
+    assert code == 0, said
+    assert supervised.state.attempts[0].outcome == "hang"
+    assert not (supervised.folder.path / "iter_0000010").exists()
+
+
+def test_without_a_hang_limit_nothing_is_a_hang(supervised: Supervised) -> None:
+    code, said = supervised.run("--hang-minutes=0", "--startup-minutes=0")
+    assert code == 0, said
+    assert supervised.state.status == "finished"
+
+
+def test_the_ranks_are_asked_until_they_can_be(supervised: Supervised) -> None:
+    """The queue gives no answer just when the time is almost over."""
+    supervised.start("--poll-seconds=0.1", STANDIN_FAULT="pause:0:12")
+    supervised.wait_for_iteration(11)
+    assert supervised.process is not None
+    pids, away = supervised.slurm.folder / "pids", supervised.slurm.folder / "away"
+    pids.rename(away)
+    supervised.process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + 60
+    log = supervised.folder.rank0_log
+    while "could not be signalled" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    away.rename(pids)
+    code, said = supervised.end()
+    assert code == 0, said
+    assert supervised.state.attempts[0].to_iteration == 12
+    assert said.count("could not be signalled") == 1
+
+
+def test_a_path_with_spaces_does_not_hide_why_slurm_ends_a_job(supervised: Supervised) -> None:
+    fake = supervised.slurm.folder
+    show = fake / "scontrol"
+    show.write_text(show.read_text().replace("$F/stderr", "$F/an odd=log 100%/stderr"))
+    (fake / "an odd=log 100%").mkdir()
+    (fake / "an odd=log 100%" / "stderr").write_text(
+        "slurmstepd: error: *** JOB 7 ON node0 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT"
+        " ***\n"
+    )
+    supervised.start(STANDIN_STEP_SECONDS="0.1")
+    supervised.wait_for_iteration(2)
+    assert supervised.process is not None
+    supervised.process.send_signal(signal.SIGTERM)
+    for pid in (fake / "pids").read_text().split():
+        os.kill(int(pid), signal.SIGTERM)
+    code, said = supervised.end()
+    assert code == 0, said
+    assert supervised.state.attempts[0].outcome == "time limit"
+
+
 def test_a_bad_node_is_left_out_before_any_step(supervised: Supervised) -> None:
     tool = supervised.slurm.folder / "nvidia-smi"
     tool.write_text(
@@ -315,6 +373,35 @@ def test_a_bad_node_is_left_out_before_any_step(supervised: Supervised) -> None:
     assert not supervised.folder.metrics.exists()
 
 
+@pytest.mark.parametrize(("nodes", "excluded"), [(2, False), (3, True)])
+def test_a_job_is_not_left_without_nodes(
+    supervised: Supervised, nodes: int, excluded: bool
+) -> None:
+    """Slurm lets a job that cannot run anywhere wait for ever."""
+    (supervised.slurm.folder / "nodes").write_text("".join(f"node{n}\n" for n in range(nodes)))
+    fault = "import os, sys; sys.exit(os.environ['SLURMD_NODENAME'] == 'node1')"
+    python = supervised.folder.path / "python"
+    python.write_text(f'#!/bin/bash\n{sys.executable} -c "{fault}" && exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    code, said = supervised.run("--node-check=basic", f"--python={python}")
+    assert code == 0, said
+    assert supervised.state.attempts[0].outcome == "bad nodes"
+    assert supervised.state.excluded == ({"node1": "left no result"} if excluded else {})
+    assert ("not left out, because 1 others are too few: node1" in said) is not excluded
+    assert "requeue 7" in supervised.slurm.calls("scontrol")
+
+
+def test_nodes_that_the_submission_leaves_out_stay_out(supervised: Supervised) -> None:
+    """Slurm puts a new list in place of the old one."""
+    (supervised.slurm.folder / "excluded").write_text("node7,node9")
+    state = State(status="waiting", jobs=[JOB], excluded={"node3": "1 of 8 GPUs", "node9": "x"})
+    supervised.folder.write_state(state)
+    code, said = supervised.run(STANDIN_FAULT="kill:1:5")
+    assert code == 0, said
+    updates = [call for call in supervised.slurm.calls("scontrol") if "ExcNodeList" in call]
+    assert updates == ["update JobId=7 ExcNodeList=node7,node9,node3"]
+
+
 def test_a_fault_of_all_nodes_is_no_reason_to_leave_them_out(supervised: Supervised) -> None:
     code, said = supervised.run("--node-check=basic", "--gpus-per-node=2")
     assert code == 1, said
@@ -328,6 +415,7 @@ def test_where_requeueing_is_forbidden_the_script_is_submitted_again(
     supervised: Supervised,
 ) -> None:
     supervised.slurm.answer("scontrol", 0, "")
+    supervised.folder.script.write_text("#!/bin/bash\n")
     refuse = supervised.slurm.folder / "scontrol"
     refuse.write_text(
         refuse.read_text().replace(
@@ -340,6 +428,24 @@ def test_where_requeueing_is_forbidden_the_script_is_submitted_again(
     ]
     assert supervised.state.jobs == ["7", "101"]
     assert supervised.state.status == "waiting"
+
+
+def test_a_task_is_submitted_again_without_its_sisters(supervised: Supervised) -> None:
+    array = supervised.folder.path.parent
+    supervised.folder.path.rename(array / "task-3")
+    supervised.folder = RunFolder(array / "task-3")
+    supervised.config.write_text(supervised.config.read_text().replace("/run\n", "/task-3\n"))
+    (array / "job.sbatch").write_text("#!/bin/bash\n")
+    refuse = supervised.slurm.folder / "scontrol"
+    no = 'case "$1" in requeue) echo "Requeue is disabled" >&2; exit 1 ;; esac\ncase'
+    refuse.write_text(refuse.read_text().replace("case", no, 1))
+    task = {"SLURM_ARRAY_JOB_ID": JOB, "SLURM_ARRAY_TASK_ID": "3"}
+    code, said = supervised.run(STANDIN_FAULT="kill:1:5", **task)
+    assert code == 0, said
+    assert supervised.slurm.submitted() == [
+        f"--parsable --dependency=afterany:7_3 --begin=now+60 --array=3 {array}/job.sbatch"
+    ]
+    assert supervised.state.jobs == ["7_3", "101_3"]
 
 
 @pytest.mark.parametrize("state", ["PENDING", "COMPLETING"])

@@ -63,7 +63,7 @@ def test_evaluation_reads_the_checkpoint_and_does_not_train(tmp_path: Path) -> N
     ]
     assert command[5:] == [
         *("--set", "latent.passes.eval_passes=32"),
-        *("--set", f"megatron.load={tmp_path}/my run"),
+        *("--set", f"megatron.load='{tmp_path}/my run'"),
         *("--set", "megatron.skip_train=true"),
         *("--set", "megatron.no_load_optim=true"),
         *("--set", "megatron.no_load_rng=true"),
@@ -136,3 +136,30 @@ def test_conversion_hands_its_arguments_on(tmp_path: Path) -> None:
     words = done.stdout.splitlines()
     command = ["py", "-m", "megalatent.cli", "convert", "to-hf", "a b", "out"]
     assert words[words.index("py") :] == command
+
+
+def test_torchrun_gets_the_cores_of_all_ranks_of_its_node(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").touch()
+    python = tmp_path / "py"
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    done = submit(
+        tmp_path,
+        "pretrain.sbatch",
+        ["run.yaml", "my run #1"],
+        f"MEGALATENT_PYTHON={python}\nMEGALATENT_LAUNCHER=torchrun\nRUN=/elsewhere\n",
+        SLURM_CPUS_PER_TASK="12",
+        SLURM_NTASKS_PER_NODE="8",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_JOB_ID="7",
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    cores = [word for word in words if "cpus-per-task" in word]
+    assert cores == [
+        "--srun=--cpus-per-task=12",
+        "--srun=--cpus-per-task=96",
+    ]  # the last one counts
+    # a variable of the site does not send the run elsewhere, and YAML sees no comment
+    assert f"--run={tmp_path}/my run #1" in words
+    assert f"megatron.save='{tmp_path}/my run #1'" in words

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -98,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     by a signal.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # What it cannot encode comes as an escape, as on standard error, and not as an error.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _run(arguments)
         sys.stdout.flush()

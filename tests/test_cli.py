@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import subprocess
 import sys
 
@@ -20,6 +21,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"megalatent {__version__}\n"
+
+
+def test_output_that_the_terminal_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr("megalatent.cli._run", lambda arguments: print("3 µs → 1") or 0)
+    assert main(["plan"]) == 0
+    assert raw.getvalue() == b"3 \\xb5s \\u2192 1\n"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

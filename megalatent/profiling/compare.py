@@ -32,7 +32,7 @@ from megalatent.profiling.measure import (
 )
 from megalatent.profiling.records import Case, Recording
 from megalatent.profiling.rows import KIND_NAMES
-from megalatent.profiling.units import time_text
+from megalatent.profiling.units import share_text, time_text
 
 __all__ = [
     "Comparison",
@@ -52,7 +52,8 @@ _NORMAL = 2.576
 _MEDIAN = math.sqrt(math.pi / 2)
 #: Rows that a table shows before it leaves out what is within the noise.
 _ROWS = 60
-_WIDTH = 118
+# Wider than any table: figures that are cut off would be of no use. Rich needs a height besides.
+_WIDTH = 1000
 
 
 @dataclass(frozen=True, order=True)
@@ -275,7 +276,7 @@ def table(comparison: Comparison, *, every: bool = False) -> str:
         every: show all figures. Otherwise a long table leaves out figures of stages that are
             within the noise, and says how many.
     """
-    console = Console(file=io.StringIO(), width=_WIDTH, highlight=False)
+    console = Console(file=io.StringIO(), width=_WIDTH, height=100, highlight=False)
     for remark in comparison.remarks:
         console.print(remark, markup=False, soft_wrap=True)
     for case in dict.fromkeys(item.case for item in comparison.differences):
@@ -301,10 +302,10 @@ def table(comparison: Comparison, *, every: bool = False) -> str:
 def _cells(item: Difference) -> tuple[str, ...]:
     if item.figure.is_share:
         change = f"{round(100 * item.change, 1) + 0.0:+.1f} points"
-        cells = [f"{item.before:.1%}", f"{item.after:.1%}", change, ""]
+        cells = [share_text(item.before), share_text(item.after), change, ""]
         noise = "?" if item.noise is None else f"±{100 * item.noise:.1f} points"
     else:
-        ratio = f"{item.change / item.before:+.1%}" if item.before else ""
+        ratio = share_text(item.change / item.before, signed=True) if item.before else ""
         sign = "+" if item.change >= 0 else ""
         cells = [
             time_text(item.before),

@@ -10,7 +10,7 @@ from megalatent.profiling.measure import Window, typical, windows
 from megalatent.profiling.measured_costs import Measured
 from megalatent.profiling.page_data import Planned
 from megalatent.profiling.records import Case, Recording
-from megalatent.profiling.units import bytes_text, time_text
+from megalatent.profiling.units import bytes_text, share_text, time_text
 
 __all__ = ["overhead", "stage_table", "tiles"]
 
@@ -45,7 +45,11 @@ def tiles(window: Window, planned: Planned, measured: Measured) -> list[dict[str
             time_text(bound),
             f"pipeline is {window.pipeline / bound:.3f} of it" if bound else "",
         ),
-        _tile("Bubble", f"{window.bubble:.1%}", f"plan {planned.simulation.bubble_fraction:.1%}"),
+        _tile(
+            "Bubble",
+            share_text(window.bubble),
+            f"plan {share_text(planned.simulation.bubble_fraction)}",
+        ),
         *(
             _tile(
                 f"Pass {k} over pass 1",
@@ -70,8 +74,7 @@ def _percent(value: float, base: float) -> str:
 
 
 def _signed(share: float) -> str:
-    # Adding zero turns what rounds to minus zero into plain zero.
-    return f"{round(share, 3) + 0.0:+.1%}"
+    return share_text(share, signed=True)
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _add_rank_columns(
     add(
         "bubble",
         per_stage({s: typical([w.bubble_of(s) for w in found]) for s in every}),
-        "{:.1%}".format,
+        share_text,
     )
     for name, field, text in (
         ("in flight", "in_flight", "{:.0f}".format),

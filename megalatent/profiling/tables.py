@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import math
 from collections.abc import Sequence
 from typing import IO
 
@@ -13,11 +13,13 @@ from rich.table import Table
 from megalatent.profiling.advice import Advice
 from megalatent.profiling.diagnose import Finding
 from megalatent.profiling.report import CaseReport, Report
-from megalatent.profiling.units import bytes_text, time_text
+from megalatent.profiling.units import bytes_text, share_text, time_text
 
 __all__ = ["print_profile"]
 
-_WIDTH = 118
+# Wider than any table: figures that are cut off would be of no use; terminals wrap long lines.
+_WIDTH = 1000
+_HEIGHT = 100  # only if both are given, rich asks no terminal
 _MOST_RANKS = 16
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "update"}
 
@@ -26,8 +28,7 @@ def print_profile(
     report: Report, findings: Sequence[Finding], advice: Advice, stream: IO[str]
 ) -> None:
     """Steps, stages, ranks, findings and advice."""
-    width = shutil.get_terminal_size((_WIDTH, 0)).columns if stream.isatty() else _WIDTH
-    console = Console(file=stream, width=max(width, 80), highlight=False)
+    console = Console(file=stream, width=_WIDTH, height=_HEIGHT, highlight=False)
     console.print(_steps(report.cases))
     # The case with the most passes has all of them; the others are in the JSON file.
     deepest = max(report.cases, key=lambda case: (max(case.passes), sum(case.passes)))
@@ -77,13 +78,13 @@ def _steps(cases: Sequence[CaseReport]) -> Table:
         table.add_row(
             case.name,
             _time(case.step_seconds),
-            f"{case.step_noise:.1%}",
+            share_text(case.step_noise),
             _time(case.simulated_step_seconds),
             _time(case.lower_bound_seconds),
-            "" if case.over_one_pass is None else f"{case.over_one_pass:+.0%}",
-            f"{case.bubble_fraction:.1%}",
-            f"{case.simulated_bubble_fraction:.1%}",
-            f"{case.lower_bound_bubble_fraction:.1%}",
+            _more(case.over_one_pass),
+            share_text(case.bubble_fraction),
+            share_text(case.simulated_bubble_fraction),
+            share_text(case.lower_bound_bubble_fraction),
             f"{case.tokens_per_second:,.0f}",
             f"{case.token_equivalent_tokens_per_second:,.0f}",
             *(["" if case.mfu is None else f"{case.mfu:.1%}"] if mfu else []),
@@ -116,7 +117,7 @@ def _stages(case: CaseReport) -> Table:
                 str(own.k),
                 _time(own.forward_seconds),
                 _time(own.backward_seconds),
-                "" if first else f"{own.overhead_over_pass_1:+.1%}",
+                "" if first else _more(own.overhead_over_pass_1),
                 _time(own.head_seconds),
                 _time(embedding) if first else "",
                 _time(own.fusion_seconds + own.fusion_backward_seconds),
@@ -125,13 +126,15 @@ def _stages(case: CaseReport) -> Table:
                 _time(stage.work_seconds) if first else "",
             )
     if len(case.stages) > 1:
-        table.caption = f"imbalance: the slowest stage has {case.imbalance:.1%} more than the mean"
+        more = share_text(case.imbalance)
+        table.caption = f"imbalance: the slowest stage has {more} more than the mean"
         table.caption_justify = "left"
     return table
 
 
 def _ranks(case: CaseReport) -> Table:
     parts = list(case.ranks[0].parts)
+    decimals = _decimals(max(rank.step_seconds for rank in case.ranks) * 1e3)
     memory = any(rank.allocated_peak_bytes is not None for rank in case.ranks)
     table = _table(
         f"ranks, {case.name}: where a step goes, in ms; held: most activations",
@@ -148,9 +151,9 @@ def _ranks(case: CaseReport) -> Table:
         table.add_row(
             str(rank.rank),
             str(rank.stage),
-            f"{rank.step_seconds * 1e3:.0f}",
-            *(f"{rank.parts[part] * 1e3:.0f}" for part in parts),
-            f"{rank.bubble_fraction:.1%}",
+            f"{rank.step_seconds * 1e3:.{decimals}f}",
+            *(f"{rank.parts[part] * 1e3:.{decimals}f}" for part in parts),
+            share_text(rank.bubble_fraction),
             str(rank.in_flight),
             *(["" if peak is None else bytes_text(peak)] if memory else []),
         )
@@ -188,7 +191,7 @@ def _advice(advice: Advice) -> Table:
             option.name + (" (another batch)" if option.changes_batch else ""),
             _time(option.predicted_step_seconds),
             f"{option.tokens_per_second:,.0f}",
-            f"{option.gain:+.1%}" if option.overrides else "",
+            _more(option.gain) if option.overrides else "",
             str(option.peak_in_flight),
             "" if option.activation_bytes is None else bytes_text(option.activation_bytes),
             "" if option.predicted_peak_bytes is None else bytes_text(option.predicted_peak_bytes),
@@ -197,7 +200,12 @@ def _advice(advice: Advice) -> Table:
 
 
 def _more(value: float | None) -> str:
-    return "" if value is None else f"{value:+.1%}"
+    return "" if value is None else share_text(value, signed=True)
+
+
+def _decimals(value: float) -> int:
+    """Digits after the point with which a value has four digits."""
+    return min(6, max(0, 3 - math.floor(math.log10(value)))) if value > 0 else 0
 
 
 def _time(seconds: float) -> str:

@@ -18,6 +18,7 @@ from megalatent.config import Config
 from megalatent.config_latent import LatentConfig
 from megalatent.errors import UserError
 from megalatent.passes.plan import Action, Plan, make_plan
+from megalatent.profiling.units import byte_unit
 from megalatent.training.shapes import LayerShapes, Shapes
 
 __all__ = ["Estimate", "Memory", "describe", "estimate", "held"]
@@ -87,6 +88,13 @@ def describe(config: Config, world_size: int) -> list[str]:
 
 
 def _table(found: Estimate, where: str) -> list[str]:
+    unit, scale = byte_unit(max(m.total for m in found.memory))
+
+    def text(size: int) -> str:
+        # A small part of something large still shows a figure.
+        value = size / scale
+        return f"{value:.2f}" if value >= 0.01 or size == 0 else f"{value:.1g}"
+
     names = ("K", "stage", "parameters", "weights", "gradients", "optimiser", "in flight")
     rows: list[tuple[str, ...]] = [(*names, "activations", "total")]
     for m in found.memory:
@@ -96,10 +104,10 @@ def _table(found: Estimate, where: str) -> list[str]:
                 str(m.passes),
                 str(m.stage),
                 f"{m.parameters:,}",
-                *(_gib(size) for size in sizes),
+                *map(text, sizes),
                 str(m.in_flight),
-                _gib(m.activations),
-                _gib(m.total),
+                text(m.activations),
+                text(m.total),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -107,12 +115,8 @@ def _table(found: Estimate, where: str) -> list[str]:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     ]
-    title = f"estimated memory of a rank of each pipeline stage{where}, GiB"
+    title = f"estimated memory of a rank of each pipeline stage{where}, {unit}"
     return [f"{found.parameters:,} parameters; {title}", *lines]
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"
 
 
 def _vocabulary(args: Any) -> int | None:

@@ -102,6 +102,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, list[int]]] = {
         4,
         [1, 3],
     ),
+    "experts with biases": (
+        {},
+        {
+            **EXPERTS,
+            "disable_bias_linear": False,
+            "no_bias_swiglu_fusion": True,
+            "expert_model_parallel_size": 2,
+        },
+        2,
+        [1],
+    ),
     "experts": (
         {"model": FBT},
         {
@@ -150,6 +161,19 @@ def test_state_by_hand() -> None:
     assert found.parameters == count
     assert (found.weights, found.gradients) == (2 * count, 4 * count)
     assert found.optimizer == pytest.approx(12 * count / 4, abs=12)
+
+
+def test_state_of_normuon_by_hand() -> None:
+    """Both moments have a matrix's shape; whole weights are spread, so one of 4 has the table."""
+    options = {"bf16": True, "use_distributed_optimizer": True, "optimizer": "adaptive_muon"}
+    latent = {"passes": {"schedule": 1, "eval_passes": 1}}
+    (found,) = estimated(latent, options, 4).memory
+    matrices = 4 * (32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48) + 2 * 32 * 32
+    table, vectors = 256 * 32, 4 * 2 * 32 + 32 + 2 * 32
+    assert found.parameters == matrices + table + vectors
+    assert found.optimizer == 12 * (matrices // 4) + 12 * (table + vectors)
+    (replicated,) = estimated(latent, {**options, "use_distributed_optimizer": False}, 4).memory
+    assert replicated.optimizer == 12 * found.parameters
 
 
 def test_activations_by_hand() -> None:
@@ -276,11 +300,12 @@ def test_the_vocabulary_is_read_from_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_the_table() -> None:
+    """A small model's sizes are in a unit that shows them."""
     config = configured({"passes": {"schedule": {1: 0.5, 3: 0.5}}}, {})
     title, header, *rows = describe(config, 1)
-    assert title.endswith(
-        "parameters; estimated memory of a rank of each pipeline stage on GPUs, GiB"
-    )
+    where = "parameters; estimated memory of a rank of each pipeline stage on GPUs"
+    assert title.endswith((f"{where}, MiB", f"{where}, KiB"))
+    assert not any("0.00" in row.split() for row in rows)
     assert header.split()[:3] == ["K", "stage", "parameters"]
     assert [row.split()[0] for row in rows] == ["1", "3"]
     assert all(isinstance(m, Memory) for m in estimated({}, {}, 1).memory)

@@ -96,6 +96,17 @@ class Costs:
         """The costs as plain values that `from_dict` reads back."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
+    def summary(self) -> str:
+        """What is not zero, in one line; of several values the least and the most."""
+        found = []
+        for name, value in self.to_dict().items():
+            values = value if isinstance(value, list) else [value]
+            least, most = min(values), max(values)
+            if least or most:
+                several = f" to {most:.4g}" if most > least else ""
+                found.append(f"{name} {least:.4g}{several}")
+        return ", ".join(found)
+
     def forward_time(self, stages: int, chunks: int, rank: int, chunk: int, k: int) -> float:
         """Duration of the forward of pass k (1-based) on one virtual stage."""
         first = rank == 0 and chunk == 0

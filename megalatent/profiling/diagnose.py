@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from megalatent.profiling.measure import typical
+from megalatent.profiling.measure import standard_error, typical
 from megalatent.profiling.report import CaseReport, Report, StageReport
 
 __all__ = ["Finding", "diagnose"]
@@ -54,13 +53,9 @@ def _visits(stage: StageReport, case: CaseReport) -> tuple[float, float]:
 
 
 def _limit(stages: Sequence[StageReport], k: int | None = None) -> float:
-    """From which excess on something is slow, in view of how much the visits vary.
-
-    Of values about the median the quartiles are 0.67 deviations away, and the standard error of the
-    median of n is 1.25 deviations over sqrt(n).
-    """
+    """From which excess on something is slow, in view of how much the visits vary."""
     passes = [own for stage in stages for own in stage.passes if k is None or own.k == k]
-    error = fmean(own.noise / 0.67 * 1.25 / math.sqrt(own.measured) for own in passes)
+    error = fmean(standard_error(own.noise, own.measured) for own in passes)
     return 1 + max(_SLOW, _ERRORS * error)
 
 

@@ -5,6 +5,7 @@ Typical values are medians, which a machine that was busy for a moment does not 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ __all__ = [
     "part_seconds",
     "rank_parts",
     "replicas",
+    "spread",
+    "standard_error",
     "typical",
     "windows",
 ]
@@ -41,6 +44,24 @@ _S = 1e-9
 def typical(values: Sequence[float]) -> float:
     """The median; 0 of nothing."""
     return median(values) if values else 0.0
+
+
+def spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles over the median."""
+    ordered, middle = sorted(values), typical(values)
+    if len(ordered) < 2 or not middle:
+        return 0.0
+    low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.25, 0.75))
+    return (high - low) / 2 / middle
+
+
+def standard_error(spread: float, count: int) -> float:
+    """Relative standard error of the median of `count` values with this `spread`.
+
+    Of normal values the quartiles are 0.67 deviations from the median, and the standard error of
+    the median of n is 1.25 deviations over sqrt(n).
+    """
+    return spread / 0.67 * 1.25 / math.sqrt(count)
 
 
 def replicas(recording: Recording) -> list[list[int]]:

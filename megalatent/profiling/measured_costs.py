@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -14,11 +15,17 @@ from megalatent.profiling.measure import (
     link_seconds,
     medians,
     part_seconds,
+    spread,
+    standard_error,
     typical,
 )
 from megalatent.profiling.records import Case, Recording
+from megalatent.profiling.units import time_text
 
-__all__ = ["Measured", "MeasuredCosts", "measure"]
+__all__ = ["Measured", "MeasuredCosts", "cheaper_passes", "measure"]
+
+# A later pass that differs from pass 1 by fewer standard errors is taken to cost the same.
+_ERRORS = 3.0
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,14 @@ class Measured:
         stages, chunks: of the pipeline.
         visits: of forwards, backwards and heads, and of their parts, by visit.
         links: of hand-overs, by edge and direction, where they were seen.
+        errors: standard errors of forwards and backwards by stage, kind and pass, relative.
     """
 
     stages: int
     chunks: int
     visits: Mapping[Visit, float]
     links: Mapping[Edge, float]
+    errors: Mapping[tuple[int, str, int], float] = field(default_factory=dict)
 
     @property
     def passes(self) -> list[int]:
@@ -101,7 +110,8 @@ class Measured:
         """Costs in the form of the planner's file, in seconds.
 
         What later passes take beyond the first one, the fusion aside, is their extra; all later
-        passes count alike.
+        passes count alike. What may be noise counts as nothing, whichever sign it has; what is more
+        counts as it is. It may be negative: pass 1 also reads the data.
         """
         virtual = [(stage, chunk) for chunk in range(self.chunks) for stage in range(self.stages)]
         embedding, fusion = self.part("embedding", first=True), self.part("fusion", first=False)
@@ -118,12 +128,16 @@ class Measured:
         def extra(kind: str, plain: Sequence[float], part: float) -> tuple[float, ...]:
             if len(self.passes) == 1:
                 return (0.0,) * len(virtual)
-            later = [
-                fmean(self.visits[stage, chunk, kind, k] for k in self.passes[1:])
-                for stage, chunk in virtual
-            ]
-            later[0] -= part
-            return tuple(b - a for a, b in zip(plain, later, strict=True))
+            found = []
+            for place, one in zip(virtual, plain, strict=True):
+                later = fmean(self.visits[*place, kind, k] for k in self.passes[1:])
+                noise = _ERRORS * math.hypot(
+                    self.visits[*place, kind, 1] * self._error(place[0], kind, self.passes[:1]),
+                    later * self._error(place[0], kind, self.passes[1:]),
+                )
+                beyond = later - one - (part if place == (0, 0) else 0.0)
+                found.append(beyond if abs(beyond) > noise else 0.0)
+            return tuple(found)
 
         return Costs(
             forward=tuple(forward),
@@ -137,6 +151,11 @@ class Measured:
             extra_forward=extra("F", forward, fusion),
             extra_backward=extra("B", backward, fusion_back),
         )
+
+    def _error(self, stage: int, kind: str, passes: Sequence[int]) -> float:
+        """Relative standard error of the mean of some passes of a stage."""
+        errors = [self.errors.get((stage, kind, k), 0.0) for k in passes]
+        return math.hypot(*errors) / len(errors)
 
 
 def measure(recording: Recording, cases: Sequence[Case] | None = None) -> Measured:
@@ -158,5 +177,34 @@ def measure(recording: Recording, cases: Sequence[Case] | None = None) -> Measur
             links.setdefault(edge, []).extend(seconds)
     plan = cases[0].plan
     return Measured(
-        plan.stages, plan.chunks, medians(visits), {e: typical(s) for e, s in links.items()}
+        plan.stages,
+        plan.chunks,
+        medians(visits),
+        {e: typical(s) for e, s in links.items()},
+        _errors(visits),
     )
+
+
+def _errors(visits: Mapping[Visit, Sequence[float]]) -> dict[tuple[int, str, int], float]:
+    """Relative standard error of a typical forward and backward; of several chunks the mean."""
+    found: dict[tuple[int, str, int], list[float]] = {}
+    for (stage, _, kind, k), seconds in visits.items():
+        if kind in ("F", "B"):
+            error = standard_error(spread(seconds), len(seconds))
+            found.setdefault((stage, kind, k), []).append(error)
+    return {visit: fmean(errors) for visit, errors in found.items()}
+
+
+def cheaper_passes(costs: Costs) -> list[str]:
+    """What in measured costs makes later passes cheaper than pass 1, a line each."""
+    found = []
+    for name, extra in (("forwards", costs.extra_forward), ("backwards", costs.extra_backward)):
+        assert isinstance(extra, tuple)
+        less = [
+            f"{time_text(-seconds)} on virtual stage {index}"
+            for index, seconds in enumerate(extra)
+            if seconds < 0
+        ]
+        if less:
+            found.append(f"{name} of later passes take less than in pass 1: {', '.join(less)}")
+    return found

@@ -136,7 +136,7 @@ class CasePredictor:
         """The same in the form of the planner's file."""
         parts = {v: s for v, s in self.measured.visits.items() if v[2] not in "FB"}
         visits = {**parts, **self.costs(setting).visits}
-        return Measured(self.stages, setting.chunks, visits, self.measured.links).costs()
+        return replace(self.measured, chunks=setting.chunks, visits=visits).costs()
 
     def _passes(self, micro_batches: int) -> tuple[int, ...]:
         own = self.case.plan.passes
@@ -227,11 +227,12 @@ def current_setting(recording: Recording, case: Case) -> Setting:
 def weights(cases: Sequence[Case], mixture: Mapping[str, float]) -> list[float]:
     """What each case counts for in the whole run: its K's share, or all the same.
 
-    A case with several K stands for the whole mixture: then only such cases count.
+    Cases with several K stand for the whole mixture, each for as much as it has steps: then only
+    such cases count.
     """
-    mixed = [len(set(case.plan.passes)) > 1 for case in cases]
+    mixed = [len(case.steps) if len(set(case.plan.passes)) > 1 else 0 for case in cases]
     if any(mixed):
-        return [float(is_mixed) / sum(mixed) for is_mixed in mixed]
+        return [steps / sum(mixed) for steps in mixed]
     shares = [mixture.get(str(case.plan.passes[0]), 0.0) for case in cases]
     total = sum(shares)
     return [share / total for share in shares] if total else [1 / len(cases)] * len(cases)

@@ -19,6 +19,7 @@ from megalatent.profiling.measure import (
     link_seconds,
     rank_parts,
     replicas,
+    spread,
     typical,
     windows,
 )
@@ -197,15 +198,6 @@ def report(recording: Recording) -> Report:
         cases=tuple(_case(recording, case, single) for case in cases),
         costs=measured.costs().to_dict(),
     )
-
-
-def spread(values: Sequence[float]) -> float:
-    """Half the distance between the quartiles over the median."""
-    ordered, middle = sorted(values), typical(values)
-    if len(ordered) < 2 or not middle:
-        return 0.0
-    low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.25, 0.75))
-    return (high - low) / 2 / middle
 
 
 def _case(recording: Recording, case: Case, single: float | None) -> CaseReport:

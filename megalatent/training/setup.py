@@ -36,7 +36,8 @@ def make_schedule(config: Config, args: Any) -> LatentSchedule:
     latent = config.latent
     sampler = PassSampler(
         [(phase.start, phase.mixture) for phase in latent.passes.schedule],
-        train_iters=args.train_iters,
+        # Where nothing is trained Megatron does not count them.
+        train_iters=args.train_iters or args.train_samples // args.global_batch_size,
         seed=latent.seed,
         draw=latent.passes.draw,
     )
@@ -81,8 +82,19 @@ def make_schedule(config: Config, args: Any) -> LatentSchedule:
             report=lambda text, follows: report(text, follows=follows),
         ),
         check_losses=_check_losses(args),
-        costs=Costs.load(latent.passes.costs) if latent.passes.costs else Costs(),
+        costs=_costs(latent.passes.costs),
     )
+
+
+def _costs(path: str | None) -> Costs:
+    """What the planner assumes; rank 0 says what it has from a file."""
+    if path is None:
+        return Costs()
+    from megatron.training import print_rank_0
+
+    costs = Costs.load(path)
+    print_rank_0(f" plans are made for the stage costs in {path}: {costs.summary()}")
+    return costs
 
 
 def _check_losses(args: Any) -> Any:

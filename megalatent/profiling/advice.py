@@ -6,6 +6,7 @@ predictions are for plans as the run makes them; with one, every option comes wi
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -31,11 +32,7 @@ __all__ = ["Advice", "Option", "advise"]
 AS_IT_IS, MEASURED = "as it is", "measured costs"
 # Splits that are planned in full; the others are sorted out by their lower bound.
 _PLANNED = 4
-_VIRTUAL = (
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
-)
+_LAYOUT = "pipeline_model_parallel_layout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +117,19 @@ def advise(recording: Recording, costs_file: str | PathLike[str] | None = None) 
     return Advice(options=tuple(options), weights={case.name: share for case, share in counted})
 
 
+def _value(text: str) -> str:
+    """A text as the value of an override, quoted where it would be read as something else."""
+    from yaml import YAMLError
+
+    from megalatent.config_yaml import parse_scalar
+
+    try:
+        plain = parse_scalar(text) == text
+    except YAMLError:
+        plain = False
+    return text if plain else json.dumps(text)
+
+
 class _Adviser:
     def __init__(
         self,
@@ -140,7 +150,7 @@ class _Adviser:
         file, costs = None, self.predictors[0].case.costs
         if self.costs_file is not None and name != AS_IT_IS:
             file, costs = self._file(name), self._deepest.costs_for_file(setting)
-            overrides = (*overrides, f"latent.passes.costs={file}")
+            overrides = (*overrides, f"latent.passes.costs={_value(file)}")
         elif setting.layers != self.current.layers and self.facts.get("costs_file"):
             # Measured for other stages than these.
             costs = Costs()
@@ -209,8 +219,8 @@ class _Adviser:
     def _micro_batches(self) -> Iterator[tuple[str, Setting, tuple[str, ...]]]:
         m = self.current.micro_batches
         size, batch = self.facts.get("micro_batch_size"), self.facts.get("global_batch_size")
-        if not size or not batch:
-            return
+        if not size or batch != m * size * self.facts["replicas"]:
+            return  # something else than the batch's size decides
         for count in (m // 2, 2 * m, 4 * m):
             if count >= 1:
                 total = count * size * self.facts["replicas"]
@@ -220,18 +230,22 @@ class _Adviser:
 
     def _chunks(self) -> Iterator[tuple[str, Setting, tuple[str, ...]]]:
         layers = self.facts["num_layers"]
-        if self.stages == 1:
+        if not self._layers_can_move:
             return
+        cap, deepest = self.facts.get("max_in_flight"), self.facts.get("max_passes", 1)
+        most = self.facts.get("most_chunks") or layers // self.stages
         for chunks in (1, 2, 4):
-            if chunks != self.current.chunks and layers >= chunks * self.stages:
+            fits = chunks <= min(most, layers // self.stages)
+            if chunks != self.current.chunks and fits and (cap is None or chunks * deepest <= cap):
                 split = equal_split(self.stages, chunks, layers)
                 setting = replace(self.current, chunks=chunks, layers=split)
-                yield f"{chunks} chunk(s) a stage", setting, self._layout(split)
+                name = f"{chunks} chunk{'s' if chunks > 1 else ''} a stage"
+                yield name, setting, self._layout(split)
 
     def _splits(self) -> Iterator[tuple[str, Setting, tuple[str, ...]]]:
         chunks, layers = self.current.chunks, self.facts["num_layers"]
         heavy = max(zip(self.shares, self.predictors, strict=True), key=lambda pair: pair[0])[1]
-        if self.stages == 1:
+        if not self._layers_can_move:
             return
 
         def bound(split: tuple[int, ...]) -> float:
@@ -244,6 +258,10 @@ class _Adviser:
         for split in ordered[:_PLANNED]:
             setting = replace(self.current, layers=split)
             yield f"layers {' '.join(map(str, split))}", setting, self._layout(split)
+
+    @property
+    def _layers_can_move(self) -> bool:
+        return self.stages > 1 and self.facts.get("layers_can_move", True)
 
     def _moved(self, layers: int) -> Iterator[tuple[int, ...]]:
         """The equal split, and the current one with one layer moved from a stage to another."""
@@ -258,13 +276,15 @@ class _Adviser:
                     yield tuple(moved)
 
     def _layout(self, split: tuple[int, ...]) -> tuple[str, ...]:
-        given = [name for name in self.facts.get("pipeline_options", ()) if name in _VIRTUAL]
-        away = [f"megatron.{name}=null" for name in given if name != _VIRTUAL[-1]]
-        return (*away, f"megatron.{_VIRTUAL[-1]}={layout(split)}")
+        others = [name for name in self.facts.get("pipeline_options", ()) if name != _LAYOUT]
+        away = [f"megatron.{name}=null" for name in others]
+        return (*away, f"megatron.{_LAYOUT}={layout(split)}")
 
     def _recomputations(self) -> Iterator[tuple[str, Setting, tuple[str, ...]]]:
         if self.facts.get("recompute", "never") not in ("never", "extra", "all"):
             return  # a choice for each K: the user has thought about it
+        if self.facts.get("recomputed_by_megatron"):
+            return  # one or the other
         for mode in ("never", "extra", "all"):
             if mode != self.current.recompute:
                 overrides = (f"latent.passes.recompute={mode}",)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
 
-__all__ = ["model_facts"]
+if TYPE_CHECKING:
+    from megalatent.config import Config
+
+__all__ = ["facts_of_config", "model_facts"]
 
 # Options that say how the layers are divided.
 _PIPELINE = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
     "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
 )
+_RECOMPUTATION = ("recompute_granularity", "recompute_activations", "moe_layer_recompute")
 
 
 def model_facts(session: Any) -> dict[str, Any]:
@@ -49,13 +57,31 @@ def model_facts(session: Any) -> dict[str, Any]:
         "fusion": latent.fusion.kind,
         "recompute": str(latent.passes.recompute),
         "max_in_flight": latent.passes.max_in_flight,
-        "pipeline_options": [name for name in session.config.megatron if name in _PIPELINE],
+        **facts_of_config(session.config, mtp_layers=args.mtp_num_layers, stages=stages),
         "costs_file": latent.passes.costs,
         "mixture": _mean_mixture(session),
         # What a layer keeps when it is recomputed: its input.
         "layer_input_bytes": rows * args.hidden_size * args.params_dtype.itemsize,
         "flops_per_token": flops_per_token(args),
         "peak_flops": peak,
+    }
+
+
+def facts_of_config(config: Config, *, mtp_layers: int | None, stages: int) -> dict[str, Any]:
+    """What decides which other settings a run may have.
+
+    Args:
+        mtp_layers: of multi-token prediction.
+    """
+    given = config.megatron
+    return {
+        "max_passes": config.latent.passes.max_passes,
+        "pipeline_options": [name for name in given if name in _PIPELINE],
+        # Layouts of our making have no place for layers of multi-token prediction.
+        "layers_can_move": not mtp_layers,
+        # Megatron has no chunks on two stages without overlap.
+        "most_chunks": 1 if stages == 2 and given.get("no_overlap_p2p_communication") else None,
+        "recomputed_by_megatron": any(given.get(name) for name in _RECOMPUTATION),
     }
 
 

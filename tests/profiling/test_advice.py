@@ -17,6 +17,7 @@ from megalatent.passes.simulate import simulate
 from megalatent.profiling.advice import AS_IT_IS, MEASURED, Advice, Option, advise
 from megalatent.profiling.predict import weights
 from megalatent.profiling.records import Activation, Recording
+from megalatent.profiling.run_facts import facts_of_config
 from tests.profiling import synthetic
 from tests.profiling.synthetic import OPTIMIZER, REDUCE, UNIT
 from tests.training.runs import MODEL
@@ -154,8 +155,67 @@ def test_overrides_are_accepted_by_the_config(tmp_path: Path) -> None:
     assert layout.arguments == (
         "--set megatron.num_virtual_stages_per_pipeline_rank=null"
         " --set 'megatron.pipeline_model_parallel_layout=Et|t|t|t|t|t|t|tL'"
-        f" --set latent.passes.costs={tmp_path}/costs-2-chunk-s-a-stage.json"
+        f" --set latent.passes.costs={tmp_path}/costs-2-chunks-a-stage.json"
     )
+
+
+def names(**facts: Any) -> set[str]:
+    return {option.name.split()[0] for option in advise(recorded(**facts)).options}
+
+
+def test_what_training_would_refuse_is_not_suggested() -> None:
+    everything = names()
+    assert everything == {"as", "16", "32", "4", "2", "layers", "recompute"}
+    assert names(layers_can_move=False) == everything - {"2", "layers"}
+    assert names(most_chunks=1) == everything - {"2"}
+    assert names(recomputed_by_megatron=True) == everything - {"recompute"}
+    # Two chunks of three passes keep six activations of a micro-batch.
+    assert names(max_in_flight=5, max_passes=3) == everything - {"2"}
+    assert names(max_in_flight=6, max_passes=3) == everything
+    # Something other than the batch's size says how many micro-batches there are.
+    assert names(global_batch_size=64) == everything - {"16", "32", "4"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1},
+        {"num_layers": 7, "account_for_loss_in_pipeline_split": True},
+        {"num_layers_per_virtual_pipeline_stage": 1},
+        {"pipeline_model_parallel_layout": "Etttt|t|t|ttL"},
+        {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2},
+        {"recompute_granularity": "selective"},
+        {"recompute_activations": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_suggestions_are_accepted_whatever_the_config_has(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    given = {
+        "latent": {"passes": {"schedule": {1: 0.75, 2: 0.25}}},
+        "megatron": {
+            **MODEL,
+            "num_layers": 8,
+            "pipeline_model_parallel_size": 4,
+            "micro_batch_size": 1,
+            "global_batch_size": 8,
+            "mock_data": True,
+            "train_iters": 10,
+            **options,
+        },
+    }
+    config = Config.from_mapping(given)
+    config.check(4)
+    facts = {
+        **facts_of_config(config, mtp_layers=None, stages=4),
+        "num_layers": given["megatron"]["num_layers"],
+    }
+    advice = advise(recorded(**facts), tmp_path / "costs.json")
+    assert len(advice.options) > 3
+    for option in advice.options:
+        Config.from_mapping(apply_overrides(given, option.overrides)).check(4, missing=[])
 
 
 def test_weights_of_cases() -> None:

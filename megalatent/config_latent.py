@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megalatent.config_model import ModelConfig, depth_multiplier
 from megalatent.config_optimizer import DecayPhaseConfig, NorMuonConfig
-from megalatent.config_paths import expanded
+from megalatent.config_paths import read_path
 from megalatent.config_profile import ProfileConfig
 from megalatent.config_schedule import PhaseConfig, check_passes, read_schedule
 from megalatent.config_values import choose, read_dataclass, require
@@ -133,11 +133,6 @@ def _read_recompute(value: object, where: str) -> Recompute | dict[int, Recomput
     return result
 
 
-def _read_path(value: object, where: str) -> str | None:
-    require(value is None or isinstance(value, str), where, value, "is no path", "write a path")
-    return expanded(value) if isinstance(value, str) else None
-
-
 _DEFAULT_SCHEDULE = (PhaseConfig(start=0, mixture={1: 0.75, 2: 0.25}),)
 
 
@@ -170,7 +165,7 @@ class PassesConfig:
     )
     max_in_flight: int | None = None
     timeout_seconds: float = 600.0
-    costs: str | None = field(default=None, metadata={"read": _read_path})
+    costs: str | None = field(default=None, metadata={"read": read_path})
 
     def __post_init__(self) -> None:
         where = "latent.passes"

@@ -7,14 +7,21 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megalatent.config_values import require
 from megalatent.errors import UserError
 
-__all__ = ["check_writable", "expanded", "looking_at", "same_folder"]
+__all__ = ["check_writable", "expanded", "looking_at", "read_path", "same_folder"]
 
 
 def expanded(path: str) -> str:
     """The path with the home folder in place of a leading `~/`, as a shell would give it."""
     return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
+
+
+def read_path(value: object, where: str) -> str | None:
+    """A path in a section of our own, or null."""
+    require(value is None or isinstance(value, str), where, value, "is no path", "write a path")
+    return expanded(value) if isinstance(value, str) else None
 
 
 @contextlib.contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from megalatent.config_paths import check_writable, read_path
 from megalatent.config_values import describe, require
 from megalatent.errors import UserError
 
@@ -38,7 +40,7 @@ class ProfileConfig:
     """
 
     steps: str | None = field(default=None, metadata={"read": _read_steps})
-    output: str | None = None
+    output: str | None = field(default=None, metadata={"read": read_path})
     replicas: int = 1
 
     def __post_init__(self) -> None:
@@ -60,9 +62,17 @@ class ProfileConfig:
 
 
 def check_profile(profile: ProfileConfig, args: argparse.Namespace) -> None:
-    """Raise a `UserError` if the run ends before the steps do."""
+    """Raise a `UserError` if the run ends before the steps do, or if no file can be written."""
     if args.train_iters is not None and profile.iterations.stop > args.train_iters:
         raise UserError(
             f"latent.profile.steps: {profile.steps} goes beyond megatron.train_iters:"
             f" {args.train_iters}: choose earlier steps"
         )
+    if profile.steps is not None and profile.output is not None:
+        where = "latent.profile.output"
+        if profile.output.endswith("/") or Path(profile.output).is_dir():
+            raise UserError(
+                f"{where}: {profile.output} is a folder: give the beginning of the files' names,"
+                f" for example {Path(profile.output) / 'profile'}"
+            )
+        check_writable(where, str(Path(profile.output).parent))

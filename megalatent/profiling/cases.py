@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,25 @@ from megalatent.passes.plan_options import apportion
 if TYPE_CHECKING:
     from megalatent.config import Config
 
-__all__ = ["CasePlan", "Cases", "profile_overrides", "read_cases"]
+__all__ = ["CasePlan", "Cases", "left_out", "profile_overrides", "read_cases"]
+
+# Options that would write files, end the run early or skip its steps.
+_AWAY = (
+    "save",
+    "save_params_interval",
+    "save_activations_interval",
+    "save_tokens_per_expert_interval",
+    "save_wgrads_interval",
+    "save_dgrads_interval",
+    "log_progress",
+    "tensorboard_dir",
+    "wandb_project",
+    "wandb_exp_name",
+    "exit_duration_in_mins",
+    "phase_transition_iterations",
+    "iterations_to_skip",
+    "skip_train",
+)
 
 #: Shares of K within the micro-batches of a step.
 Mixture = Mapping[int, float]
@@ -80,7 +99,8 @@ def _numbers(text: str | None) -> list[int] | None:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and int(word) >= 1 for word in words):
+    # More passes than fit into nine digits are no number that anybody means.
+    if not all(re.fullmatch("0*[1-9][0-9]{,8}", word) for word in words):
         raise UserError(f"--passes: {text!r}: give numbers of passes, for example 1,2,3")
     numbers = [int(word) for word in words]
     if len(set(numbers)) < len(numbers):
@@ -93,12 +113,25 @@ def _mixture(text: str) -> Mixture:
     for part in text.split(","):
         k, _, share = part.partition(":")
         try:
-            shares[int(k)] = float(share)
+            number, value = int(k), float(share)
         except ValueError:
             raise UserError(
                 f"--mixture: {part!r}: give K:SHARE pairs, for example 1:0.75,2:0.25"
             ) from None
+        if number in shares:
+            raise UserError(f"--mixture: {text!r} names K = {number} twice: give each once")
+        shares[number] = value
     return read_mixture(shares, "--mixture")
+
+
+def left_out(cases: Cases, micro_batches: int) -> list[int]:
+    """The K of mixtures that no micro-batch of a step has: their shares are too small for it."""
+    return [
+        k
+        for case in cases
+        for k, share in case.items()
+        if share > 0 and k not in apportion(case, micro_batches)
+    ]
 
 
 def profile_overrides(config: Config, iterations: int) -> list[str]:
@@ -108,15 +141,7 @@ def profile_overrides(config: Config, iterations: int) -> list[str]:
     the run (learning rate, phases of the schedule) stays as it is.
     """
     given = config.megatron
-    away = (
-        "save",
-        "tensorboard_dir",
-        "wandb_project",
-        "wandb_exp_name",
-        "exit_duration_in_mins",
-        "rampup_batch_size",
-    )
-    overrides = [f"megatron.{name}=null" for name in away if given.get(name) is not None]
+    overrides = [f"megatron.{name}=null" for name in _AWAY if given.get(name) is not None]
     overrides += [f"megatron.exit_interval={iterations}", "megatron.eval_iters=0"]
     if given.get("load") is not None:
         # Weights count (a router's choices cost time), the rest of the checkpoint does not.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalatent.errors import UserError
-from megalatent.profiling.cases import CasePlan, Cases, profile_overrides, read_cases
-from megalatent.profiling.output import Targets, publish
+from megalatent.passes.plan import check_sizes
+from megalatent.passes.plan_options import apportion
+from megalatent.profiling.cases import CasePlan, Cases, left_out, profile_overrides, read_cases
+from megalatent.profiling.output import Targets, publish, write_json
+from megalatent.training.output_files import Staging
 
 if TYPE_CHECKING:
     from megalatent.config import Config
@@ -37,6 +39,9 @@ examples:
 
 # What a rank needs to know besides the config and its overrides.
 _OPTIONS = ("steps", "warmup", "passes", "mixture", "replicas", "json", "trace", "html", "costs")
+
+# Of steps: beyond, neither the recording nor the data for it would fit anywhere.
+_MOST = 10_000
 
 
 def add_profile_parser(subparsers: Any) -> None:
@@ -104,12 +109,17 @@ def run_profile_command(args: argparse.Namespace) -> int:
     place = None if args.nproc is not None else find_place(os.environ)
     try:
         if place is None or place.rank == 0:
-            targets.check()
+            targets.check(args.config)
         config, cases, world_size = _load(args, place)
+        notes = _check_steps(config, cases, world_size)
     except UserError:
         if place is not None and place.local_rank != 0:
             return 2  # every rank finds the same mistake: one a node says so
         raise
+
+    if place is None or place.rank == 0:
+        for note in notes:
+            print(f"megalatent: note: {note}", file=sys.stderr, flush=True)
 
     def profile(own: Config) -> None:
         _profile(own, cases, args, targets)
@@ -135,6 +145,31 @@ def _load(args: argparse.Namespace, place: Joined | None) -> tuple[Config, Cases
     return config, cases, world_size
 
 
+def _check_steps(config: Config, cases: Cases, world_size: int) -> list[str]:
+    """What the steps of the cases cannot be as they were asked for, a line each.
+
+    Raises:
+        UserError: a step cannot be planned.
+    """
+    from megalatent.config_costs import virtual_chunks
+    from megalatent.config_megatron import parse
+    from megalatent.config_parallel import model_parallel_size
+
+    args = parse(config.megatron_argv())
+    together = args.micro_batch_size * world_size // model_parallel_size(args)
+    count = max(1, (args.global_batch_size or together) // together)
+    sizes = args.pipeline_model_parallel_size, virtual_chunks(args)
+    for case in cases:
+        try:
+            check_sizes(*sizes, apportion(case, count), config.latent.passes.max_in_flight)
+        except UserError as error:
+            raise UserError(f"K = {max(case)}: {error}") from None
+    return [
+        f"--mixture: none of the {count} micro-batches of a step has K = {k}: too small a share"
+        for k in left_out(cases, count)
+    ]
+
+
 def _same_command(args: argparse.Namespace) -> list[str]:
     """The command for a fresh interpreter that is to be one rank of what this one was asked for."""
     command = [sys.executable, "-m", "megalatent.cli", "profile", args.config]
@@ -148,10 +183,12 @@ def _same_command(args: argparse.Namespace) -> list[str]:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    for name, least in (("steps", 1), ("warmup", 1), ("replicas", 1)):
+    for name in ("steps", "warmup", "replicas"):
         value = getattr(args, name)
-        if value < least:
-            raise UserError(f"--{name}: {value} is too few: give {least} or more")
+        if value < 1:
+            raise UserError(f"--{name}: {value} is too few: give 1 or more")
+        if value > _MOST:
+            raise UserError(f"--{name}: {value} is too many: give {_MOST} at most")
 
 
 def _targets(args: argparse.Namespace) -> Targets:
@@ -166,12 +203,14 @@ def _profile(config: Config, cases: Cases, args: argparse.Namespace, to: Targets
 
     plan = CasePlan(cases, args.warmup, args.steps)
     kept: list[Recording] = []
+    missed: list[bool] = []
     profiler = RunProfiler(
         steps=plan.recorded,
         count=plan.counted,
         replicas=args.replicas,
         passes=plan.passes,
         done=kept.append,
+        missed=lambda: missed.append(True),
     )
     prepare_rank(config)
     with contextlib.nullcontext() if args.verbose else _quiet():
@@ -183,6 +222,11 @@ def _profile(config: Config, cases: Cases, args: argparse.Namespace, to: Targets
     for recording in kept:
         facts = {**recording.facts, "warmup_steps": args.warmup}
         publish(replace(recording, facts=facts), to)
+    if missed:
+        raise UserError(
+            f"nothing was recorded: the run ended in its first {plan.recorded.start} steps, which"
+            " warm up: show why with --verbose"
+        )
 
 
 @contextlib.contextmanager
@@ -206,12 +250,16 @@ def _compare(args: argparse.Namespace) -> int:
 
     if args.config is not None:
         raise UserError("--compare reads files and runs nothing: leave CONFIG out")
+    for name in ("trace", "html", "costs"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name}: goes with a CONFIG, not with --compare: leave it out")
+    Targets(json=args.json).check()
     try:
         found = compare_files(*args.compare)
     except OSError as error:
         raise UserError(f"--compare: {error.filename}: {error.strerror}") from None
-    if args.json is not None:
-        text = json.dumps(to_json(found), indent=1)
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
     print(table(found, every=args.verbose))
+    if args.json is not None:
+        with Staging() as staging:
+            write_json(to_json(found), staging.path(Path(args.json).resolve()), indent=1)
     return 0

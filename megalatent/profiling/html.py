@@ -146,7 +146,8 @@ def _case(
         notes = [f"{left_out} more steps of this case are in the recording."] if left_out else []
         packed.append(
             {
-                "name": f"{case.name}, iteration {step.iteration}{kind}",
+                # As Megatron logs it.
+                "name": f"{case.name}, iteration {step.iteration + 1}{kind}",
                 "tiles": tiles(window, planned, measured),
                 "findings": [*findings, *notes],
                 "stages": table,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalatent.profiling.output import Targets, publish_part
+from megalatent.errors import UserError
+from megalatent.profiling.output import Targets, publish
 
 if TYPE_CHECKING:
     from megalatent.config import Config
@@ -25,12 +27,29 @@ def step_profiler(config: Config) -> Any:
     start = Path(profile.output or Path(config.megatron.get("save") or ".") / "profile")
 
     def done(recording: Recording) -> None:
-        start.parent.mkdir(parents=True, exist_ok=True)
+        """Nothing that goes wrong here may end the training."""
+        print(f" profile of steps {profile.steps}", flush=True)
         targets = Targets(
             json=f"{start}.json", trace=f"{start}.trace.json", html=f"{start}.html", costs=None
         )
-        publish_part(recording, targets, f"steps {profile.steps}")
+        try:
+            start.parent.mkdir(parents=True, exist_ok=True)
+            publish(recording, targets)
+        except UserError as error:
+            complain(str(error))
+        except Exception as error:
+            complain(f"{type(error).__name__}: {error}")
+
+    def complain(why: str) -> None:
+        line = f"megalatent: profile of steps {profile.steps}: {why}"
+        print(line, file=sys.stderr, flush=True)
 
     # The step before the first one counts what visits keep.
     before = {steps.start - 1} if steps.start else set()
-    return RunProfiler(steps=steps, count=before, replicas=profile.replicas, done=done)
+    return RunProfiler(
+        steps=steps,
+        count=before,
+        replicas=profile.replicas,
+        done=done,
+        missed=lambda: complain("none, the run ended before them"),
+    )

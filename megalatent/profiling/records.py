@@ -14,7 +14,7 @@ since the recording's own zero, on the clock of the first recorded rank. Nothing
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, NamedTuple
@@ -151,7 +151,11 @@ class RankStep:
 
 @dataclass(frozen=True)
 class Step:
-    """One step on all recorded ranks, in the order of `Recording.ranks`."""
+    """One step on all recorded ranks, in the order of `Recording.ranks`.
+
+    Attributes:
+        iteration: counted from 0; Megatron's log counts from 1.
+    """
 
     iteration: int
     ranks: tuple[RankStep, ...]
@@ -227,12 +231,12 @@ class Recording:
         """The recording that `to_dict` wrote.
 
         Raises:
-            KeyError, TypeError, ValueError: the values are no recording.
+            AttributeError, LookupError, TypeError, ValueError: the values are no recording.
         """
         ranks = tuple(RankInfo(**rank) for rank in values["ranks"])
         return cls(
             ranks=ranks,
-            cases=tuple(_case_from_dict(case, len(ranks)) for case in values["cases"]),
+            cases=tuple(_case_from_dict(case, ranks) for case in values["cases"]),
             memory_kind=values["memory_kind"],
             activations=tuple(Activation(*map(int, row)) for row in values["activations"]),
             facts=dict(values["facts"]),
@@ -250,7 +254,7 @@ class Recording:
         values = read_profile(path)
         try:
             return cls.from_dict(values["recording"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}: its recording is damaged ({type(error).__name__}: {error}): profile again"
             ) from None
@@ -266,7 +270,7 @@ def read_profile(path: str | PathLike[str]) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         try:
             values = json.load(file)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: no JSON file ({error}): give a profile") from None
     if not isinstance(values, dict) or values.get("schema") != SCHEMA:
         raise UserError(
@@ -311,24 +315,25 @@ def _case_to_dict(case: Case) -> dict[str, Any]:
     }
 
 
-def _case_from_dict(values: Mapping[str, Any], ranks: int) -> Case:
-    plan = values["plan"]
+def _case_from_dict(values: Mapping[str, Any], ranks: Sequence[RankInfo]) -> Case:
+    given = values["plan"]
+    plan = Plan(
+        stages=given["stages"],
+        chunks=given["chunks"],
+        passes=tuple(given["passes"]),
+        strategy=given["strategy"],
+        actions=tuple(tuple(Action(*row) for row in rank) for rank in given["actions"]),
+        forward_only=given["forward_only"],
+    )
     return Case(
-        name=values["name"],
-        plan=Plan(
-            stages=plan["stages"],
-            chunks=plan["chunks"],
-            passes=tuple(plan["passes"]),
-            strategy=plan["strategy"],
-            actions=tuple(tuple(Action(*row) for row in rank) for rank in plan["actions"]),
-            forward_only=plan["forward_only"],
-        ),
+        name=str(values["name"]),
+        plan=plan,
         costs=Costs.from_dict(values["costs"]),
-        steps=tuple(_step_from_dict(step, ranks) for step in values["steps"]),
+        steps=tuple(_step_from_dict(step, plan, ranks) for step in values["steps"]),
     )
 
 
-def _step_from_dict(values: Mapping[str, Any], ranks: int) -> Step:
+def _step_from_dict(values: Mapping[str, Any], plan: Plan, ranks: Sequence[RankInfo]) -> Step:
     found = tuple(
         RankStep(
             int(rank["start"]),
@@ -338,13 +343,18 @@ def _step_from_dict(values: Mapping[str, Any], ranks: int) -> Step:
         )
         for rank in values["ranks"]
     )
-    if len(found) != ranks:
-        raise ValueError(f"a step of {len(found)} ranks in a recording of {ranks}")
+    if len(found) != len(ranks):
+        raise ValueError(f"a step of {len(found)} ranks in a recording of {len(ranks)}")
+    for info, rank in zip(ranks, found, strict=True):
+        done = [span.action for span in rank.of_kind(*ACTIONS)]
+        if not done or done != list(plan.actions[info.stage]):
+            raise ValueError(f"a step of rank {info.rank} that is not what its plan says")
     return Step(int(values["iteration"]), found)
 
 
 def _span(row: Any) -> Span:
-    span = Span(*row)
+    kind, start, end, micro_batch, k, chunk, of = row
+    span = Span(kind, int(start), int(end), int(micro_batch), int(k), int(chunk), of)
     if span.kind not in _KINDS:
         raise ValueError(f"a span of unknown kind {span.kind!r}")
     return span

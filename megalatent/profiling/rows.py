@@ -173,8 +173,9 @@ def _step_slice(case: Case, step: Step, origin: int, following: int | None) -> S
     end = max(rank.end for rank in step.ranks)
     # The first rank may begin a step before the last one has ended the one before.
     end = end if following is None else min(end, following)
-    facts = {"iteration": step.iteration, "case": case.name, "strategy": case.plan.strategy}
-    name = f"step {step.iteration}, {case.name}"
+    number = step.iteration + 1  # as Megatron logs it
+    facts = {"iteration": number, "case": case.name, "strategy": case.plan.strategy}
+    name = f"step {number}, {case.name}"
     return Slice(name, "step", 0, start - origin, end - origin, facts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,7 +17,15 @@ from megalatent.passes.plan import Plan
 from megalatent.profiling.clock import Alignment, align, make_clock
 from megalatent.profiling.memory import KeptTensors, make_meter
 from megalatent.profiling.recorder import KeptCounter, RecordedStep, StepRecorder
-from megalatent.profiling.records import ACTIONS, Activation, Case, RankInfo, Recording, Step
+from megalatent.profiling.records import (
+    ACTIONS,
+    Activation,
+    Case,
+    RankInfo,
+    RankStep,
+    Recording,
+    Step,
+)
 from megalatent.profiling.run_facts import model_facts
 
 __all__ = ["RunProfiler", "case_name", "join_cases"]
@@ -29,34 +38,39 @@ class RunProfiler:
     recorded take part in making the group of those that are.
 
     Args:
-        steps: iterations to record, 0-based.
+        steps: iterations to record, 0-based. A run that ends before the last one, in order, leaves
+            a recording of what it did of them.
         count: iterations in which the bytes that visits keep are counted; they are not timed.
         replicas: data-parallel replicas to record, from the first; of each, the first TP and CP
             rank of every stage.
         passes: K of the micro-batches of an iteration, in place of those that the run would draw;
             None: as the run draws them.
         done: called on the first recorded rank with the recording.
+        missed: called on rank 0 in place of it, if the run ended before the first of the steps.
     """
 
     def __init__(
         self,
         *,
-        steps: Collection[int],
+        steps: range,
         count: Collection[int] = (),
         replicas: int = 1,
         passes: Callable[[int, int], Sequence[int]] | None = None,
         done: Callable[[Recording], None],
+        missed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.steps = frozenset(steps)
-        self.count = frozenset(count)
+        self.steps = steps
+        self.count = count
         self.replicas = replicas
         self.passes = passes
         self.done = done
+        self.missed = missed
         self._session: Any = None
         self._group: Any = None
         self._recorder: StepRecorder | None = None
         self._counter: KeptCounter | None = None
         self._before: Alignment | None = None
+        self._finished = False
 
     # -- hooks of the run -------------------------------------------------------------------
 
@@ -79,6 +93,23 @@ class RunProfiler:
 
         optimizer.step = step
 
+    def train(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's `train`, which may end before the last step that is to be recorded."""
+
+        def train(*args: Any, **kwargs: Any) -> Any:
+            # A run that resumes behind the steps has nothing to do with them.
+            self._finished = self._session.args.iteration > self.steps[-1]
+            try:
+                result = original(*args, **kwargs)
+            except SystemExit as end:
+                if end.code == 0:  # in order, on all ranks alike
+                    self._finish()
+                raise
+            self._finish()
+            return result
+
+        return train
+
     def train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's `train_step`, recorded where it is to be."""
 
@@ -98,7 +129,7 @@ class RunProfiler:
             if recorder is not None:
                 recorder.step_ends(schedule.last_plan)
             schedule.recorder = None
-            if iteration == max(self.steps):
+            if iteration == self.steps[-1]:
                 self._finish()
             return result
 
@@ -138,10 +169,14 @@ class RunProfiler:
         )
 
     def _finish(self) -> None:
-        """Between two steps: bring all ranks' steps to the first one."""
-        if self._recorder is None:
+        """Between two steps: bring all ranks' steps to the first one, once."""
+        if self._finished:
             return
-        assert self._before is not None
+        self._finished = True
+        if self._before is None and dist.get_rank() == 0:
+            self.missed()
+        if self._recorder is None or self._before is None:
+            return
         after = align(self._group)
         steps = self._recorder.finish(Alignment.between(self._before, after))
         stage = _stage()
@@ -202,10 +237,12 @@ class _Given:
 def join_cases(
     stages: Sequence[int], ranks: Sequence[Sequence[RecordedStep]], costs: Costs
 ) -> tuple[Case, ...]:
-    """Steps of all ranks side by side, those with the same passes in one case.
+    """Steps of all ranks side by side, those with equally many micro-batches of each K in one case.
 
-    Times are moved so that the first step begins at 0. A step in which a rank did not do exactly
-    what the plan says (Megatron repeats a step to look into a bad loss) is left out.
+    Micro-batches with the same K are alike to a plan: in a case they are ordered by it, whichever
+    order a step drew. Times are moved so that the first step begins at 0. A step in which a rank
+    did not do exactly what the plan says (Megatron repeats a step to look into a bad loss) is left
+    out.
 
     Args:
         stages: of each rank.
@@ -220,12 +257,41 @@ def join_cases(
             [span.action for span in own.step.of_kind(*ACTIONS)] == list(plan.actions[stage])
             for stage, own in zip(stages, steps, strict=True)
         ):
-            step = Step(iteration, tuple(own.step.moved(-zero) for own in steps))
-            found.setdefault(plan.passes, (plan, []))[1].append(step)
+            numbers = _by_passes(plan.passes)
+            step = Step(iteration, tuple(_renamed(own.step.moved(-zero), numbers) for own in steps))
+            passes = tuple(sorted(plan.passes))
+            if passes not in found:
+                found[passes] = _renamed_plan(plan, numbers), []
+            found[passes][1].append(step)
     return tuple(
         Case(name=case_name(passes), plan=plan, costs=costs, steps=tuple(steps))
         for passes, (plan, steps) in sorted(found.items(), key=lambda item: (sum(item[0]), item[0]))
     )
+
+
+def _by_passes(passes: Sequence[int]) -> list[int]:
+    """For each micro-batch its number once they are ordered by K, those with the same as before."""
+    numbers = [0] * len(passes)
+    order = sorted(range(len(passes)), key=lambda micro_batch: passes[micro_batch])
+    for number, micro_batch in enumerate(order):
+        numbers[micro_batch] = number
+    return numbers
+
+
+def _renamed(rank: RankStep, numbers: Sequence[int]) -> RankStep:
+    spans = (
+        span if span.micro_batch < 0 else span._replace(micro_batch=numbers[span.micro_batch])
+        for span in rank.spans
+    )
+    return replace(rank, spans=tuple(spans))
+
+
+def _renamed_plan(plan: Plan, numbers: Sequence[int]) -> Plan:
+    actions = (
+        tuple(action._replace(micro_batch=numbers[action.micro_batch]) for action in rank)
+        for rank in plan.actions
+    )
+    return replace(plan, passes=tuple(sorted(plan.passes)), actions=tuple(actions))
 
 
 def case_name(passes: Sequence[int]) -> str:

@@ -180,6 +180,7 @@ class Session:
         around(training, "training_log", self._after_step)
         if self._profiler is not None:
             around(training, "train_step", self._profiler.train_step)
+            around(training, "train", self._profiler.train)
         around(training, "num_floating_point_operations", self._flops)
         around(checkpointing, "check_checkpoint_args", self._checkpoint_args)
         around(

@@ -13,7 +13,7 @@ import yaml
 from megalatent.cli import main
 from megalatent.config import Config
 from megalatent.passes.costs import Costs
-from megalatent.profiling.cases import CasePlan, profile_overrides, read_cases
+from megalatent.profiling.cases import CasePlan, left_out, profile_overrides, read_cases
 from megalatent.profiling.command import _load
 from megalatent.profiling.output import Targets, publish
 from tests.profiling.test_advice import recorded
@@ -49,15 +49,36 @@ def test_cases_from_the_options() -> None:
     assert read_cases(own, "1", "1:0.5,4:0.5") == ({1: 1.0}, {1: 0.5, 4: 0.5})
 
 
+def test_small_shares_of_a_mixture_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight micro-batches none can have a share of 3%."""
+    assert left_out(({1: 1.0}, {1: 0.75, 2: 0.22, 3: 0.03}), 8) == [3]
+    assert left_out(({1: 0.75, 2: 0.22, 3: 0.03},), 32) == []
+    monkeypatch.setattr("megalatent.launch.train_command.start", lambda *args, **kwargs: None)
+    assert main(["profile", config(tmp_path), "--mixture", "1:0.9,4:0.1"]) == 0
+    said = capsys.readouterr().err
+    assert "--mixture: none of the 2 micro-batches of a step has K = 4" in said
+
+
 def test_a_profile_leaves_nothing_behind() -> None:
     given = {
         **GIVEN,
-        "megatron": {**GIVEN["megatron"], "save": "s", "load": "s", "tensorboard_dir": "t"},
+        "megatron": {
+            **GIVEN["megatron"],
+            "save": "s",
+            "load": "s",
+            "tensorboard_dir": "t",
+            "skip_train": True,
+            "iterations_to_skip": [3],
+        },
     }
     overrides = profile_overrides(Config.from_mapping(given), 30)
     assert overrides == [
         "megatron.save=null",
         "megatron.tensorboard_dir=null",
+        "megatron.iterations_to_skip=null",
+        "megatron.skip_train=null",
         "megatron.exit_interval=30",
         "megatron.eval_iters=0",
         "megatron.finetune=true",
@@ -89,14 +110,30 @@ def test_the_run_that_was_trained_can_be_profiled(tmp_path: Path) -> None:
         (["{config}", "--steps", "0"], "--steps: 0 is too few"),
         (["{config}", "--warmup", "0"], "--warmup: 0 is too few"),
         (["{config}", "--passes", "1,x"], "--passes: '1,x': give numbers of passes"),
+        (["{config}", "--steps", "1000000000"], "--steps: 1000000000 is too many: give 10000 at"),
         (["{config}", "--passes", "2,2"], "names a number twice"),
+        (["{config}", "--passes", "0"], "--passes: '0': give numbers of passes"),
+        (["{config}", "--passes", ""], "--passes: '': give numbers of passes"),
+        (["{config}", "--passes", "9" * 5000], "give numbers of passes"),
+        (["{config}", "--mixture", "1:0.5,1:0.5"], "names K = 1 twice"),
+        (["{config}", "--mixture", "1:0.5,2:0.4"], "sum to 0.9: they must sum to 1"),
+        (["{config}", "--mixture", "1:nan,2:0.4"], "is not a share"),
+        (["{config}", "--mixture", "1:1.5,2:-0.5"], "is not a share"),
         (["{config}", "--mixture", "1"], "--mixture: '1': give K:SHARE pairs"),
         (["{config}", "--json", "{folder}/none/p.json"], "is no folder: make it"),
+        (["{config}", "--html", "{folder}"], "is a folder"),
+        (["{config}", "--costs", "{config}"], "is also CONFIG"),
         (["{config}", "--set", "latent.fusion.kind=none", "--set", "latent.passes=null",
           "--passes", "2"], "K = 2 with latent.fusion.kind: none"),
+        (["{config}", "--passes", "3", "--set", "latent.passes.max_in_flight=2"],
+         "K = 3: max_in_flight is 2, but one micro-batch with 3 passes holds 3"),
+        (["{config}", "--passes", "900000000"], "K = 900000000: a plan for 1 stages"),
         (["{config}", "--compare", "a", "b"], "leave CONFIG out"),
         (["--compare", "{folder}/a.json", "{folder}/b.json"], "No such file"),
         (["--compare", "{config}", "{config}"], "no JSON file"),
+        (["--compare", "{folder}", "{config}"], "Is a directory"),
+        (["--compare", "a", "b", "--json", "{folder}/none/p.json"], "is no folder: make it"),
+        (["--compare", "a", "b", "--html", "p.html"], "--html: goes with a CONFIG"),
     ],
 )  # fmt: skip
 def test_mistakes(
@@ -117,6 +154,9 @@ def test_mistakes(
         ({"steps": "9-12"}, "latent.profile.steps: 9-12 goes beyond megatron.train_iters: 10"),
         ({"steps": "3-2"}, "latent.profile.steps: '3-2' is no range of steps"),
         ({"steps": 2, "replicas": 0}, "latent.profile.replicas"),
+        ({"steps": 2, "output": 3}, "latent.profile.output: 3 is no path"),
+        ({"steps": 2, "output": "/"}, "latent.profile.output: / is a folder: give the beginning"),
+        ({"steps": 2, "output": "/dev/null/prof"}, "/dev/null is a file, not a folder"),
     ],
 )
 def test_mistakes_in_the_section(

@@ -237,7 +237,7 @@ def test_steps_lanes_and_legend(opened: Opened, recorded: Recording) -> None:
     page = opened.page
     names = page.locator("#step option").all_inner_texts()
     assert len(names) == 4
-    assert names[0].startswith("K = 1, iteration 1")
+    assert names[0].startswith("K = 1, iteration 2")
     # It opens with the case that has the most passes, at its typical step.
     assert page.locator("#step").input_value() == "2"
     assert page.locator("#findings li").all_inner_texts() == ["Stage 2 is slow."]
@@ -317,7 +317,7 @@ def test_a_measured_recording_opens_with_its_last_action(browser: Browser, tmp_p
     opened = Opened(browser, path)
     chosen = opened.page.locator("#step option:checked").inner_text()
     case = recorded.cases[1]
-    step = next(step for step in case.steps if f"iteration {step.iteration}" in chosen)
+    step = next(step for step in case.steps if f"iteration {step.iteration + 1}" in chosen)
     span = max(step.ranks[2].of_kind("F", "B", "H"), key=lambda span: span.end)
     begin = min(rank.start for rank in step.ranks)
     opened.point((span.start + span.end) / 2 - begin, 2)

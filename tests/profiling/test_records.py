@@ -41,9 +41,10 @@ def test_other_files_are_refused(tmp_path: Path, values: Any, words: str) -> Non
         read_profile(written(tmp_path / "p.json", values))
 
 
-def test_text_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["steps: 3", '{"schema": "megalat', "[" * 200_000, "\udcff"])
+def test_text_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.json"
-    path.write_text("steps: 3")
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match="no JSON file"):
         read_profile(path)
 
@@ -55,6 +56,14 @@ def damaged(change: str) -> dict[str, Any]:
         step["ranks"][0]["spans"][0][0] = "Z"
     elif change == "rank":
         del step["ranks"][0]
+    elif change == "time":
+        step["ranks"][0]["spans"][0][1] = float("nan")
+    elif change == "action":
+        del step["ranks"][1]["spans"][-3]
+    elif change == "stage":
+        section["ranks"][0]["stage"] = 7
+    elif change == "list":
+        section["cases"] = [[]]
     else:
         del section["ranks"]
     return section
@@ -65,6 +74,10 @@ def damaged(change: str) -> dict[str, Any]:
     [
         ("kind", "unknown kind 'Z'"),
         ("rank", "a step of 3 ranks in a recording of 4"),
+        ("time", "NaN"),
+        ("action", "a step of rank 1 that is not what its plan says"),
+        ("stage", "IndexError"),
+        ("list", "TypeError"),
         ("", "ranks"),
     ],
 )

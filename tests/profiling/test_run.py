@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megalatent.profiling.records import ACTIONS, PARTS, Recording
 from megalatent.profiling.run import RunProfiler
 from megalatent.training import pretrain
 from tests.distributed.harness import run_ranks
-from tests.training.runs import configuration, train
+from tests.training.runs import MIXED, Outcome, configuration, train
 
 CASES = ({1: 1.0}, {2: 1.0}, {1: 0.5, 3: 0.5})
 
@@ -191,3 +192,52 @@ def test_recording_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [step.iteration for case in recording.cases for step in case.steps] == [1, 2]
     assert (tmp_path / "seen.html").exists()
     assert (tmp_path / "seen.trace.json").exists()
+
+
+def profiled_in_training(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, timeout: float = 120
+) -> Outcome:
+    """What a run on one rank gave that profiles steps of its own."""
+    run = pretrain.run
+
+    def with_profiler(config: Config) -> None:
+        from megalatent.profiling.in_training import step_profiler
+
+        run(config, step_profiler(config))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, "run", with_profiler)
+        [outcome] = train(given, timeout=timeout)
+    return outcome
+
+
+def test_a_run_that_ends_early_leaves_what_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It also says which costs its plans are made for."""
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"forward": [2.0], "head": 0.25}))
+    latent = {"passes": {**MIXED, "draw": "micro_batch", "costs": str(costs)}}
+    given = configuration(tmp_path, latent, train_iters=9, exit_interval=3, global_batch_size=8)
+    given["latent"]["profile"] = {"steps": "2-8", "output": str(tmp_path / "new" / "seen")}
+    outcome = profiled_in_training(given, monkeypatch)
+    assert outcome.exit_code == 0
+    recording = Recording.load(tmp_path / "new" / "seen.json")
+    assert sorted(step.iteration for case in recording.cases for step in case.steps) == [1, 2]
+    line = f" plans are made for the stage costs in {costs}: forward 2, backward 2, head 0.25"
+    assert outcome.printed.count(line) == 1
+
+
+def test_a_profile_that_fails_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = configuration(tmp_path, train_iters=3)
+    given["latent"]["profile"] = {"steps": "2-2", "output": str(tmp_path / "seen")}
+
+    def broken(*args: object) -> None:
+        raise KeyError("layers")
+
+    monkeypatch.setattr("megalatent.profiling.in_training.publish", broken)
+    outcome = profiled_in_training(given, monkeypatch)
+    assert list(outcome.log) == [1, 2, 3]
+    assert "megalatent: profile of steps 2-2: KeyError: 'layers'" in capfd.readouterr().err

@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,20 @@ from megalatent.profiling.memory import make_meter
 from megalatent.profiling.recorder import StepRecorder
 from tests.passes.standin import HAND_OVER, StandIn
 
+# Beginnings of the names of settings to predict.
+_SETTINGS = ("4 micro", "2 chunk", "layers", "recompute extra", "recompute all")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--predict", action="store_true", help="predictions on real models")
+    parser.add_argument(
+        "--settings", nargs="+", default=_SETTINGS, metavar="NAME", help="what is predicted"
+    )
     given = parser.parse_args()
     if given.predict:
-        return predict(given.steps)
+        return predict(given.steps, given.settings)
     per_call()
     off_and_on()
     return real(given.steps)
@@ -125,14 +131,14 @@ def _steps(rank: int, setup: Any, layout: Any, steps: int) -> tuple[list[float],
 # -- how well predictions hold -------------------------------------------------------------------
 
 
-def predict(steps: int) -> int:
+def predict(steps: int, settings: Sequence[str]) -> int:
     from megalatent.profiling.advice import advise
     from megalatent.profiling.report import report
 
     print(f"{'setting':<24}{'case':<8}{'predicted':>11}{'measured':>11}{'ratio':>8}")
     with tempfile.TemporaryDirectory() as name:
         run = _profiler(Path(name), steps)
-        for start in ("4 micro", "2 chunk", "layers", "recompute extra", "recompute all"):
+        for start in settings:
             # Anew for each setting: what else the machine does changes from minute to minute.
             options = advise(run({})).options
             option = next(own for own in options if own.name.startswith(start))

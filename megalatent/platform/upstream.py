@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megalatent.platform.layerwise import wrap_fp32_too
+from megalatent.platform.param_groups import match_groups_by_weights
 from megalatent.platform.patching import Patch
 
 __all__ = ["TORCH_OPTIMIZER_FIXES", "UPSTREAM_FIXES", "unpadded_param_ranges"]
@@ -129,6 +130,13 @@ UPSTREAM_FIXES = (
             "init_state_fn_list",
             "model_chunks",
         ),
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer",
+        "ChainedOptimizer.load_state_dict",
+        "finds no parameter groups in a checkpoint that was trained at another learning rate",
+        match_groups_by_weights,
+        ("self", "state_dict"),
     ),
 )
 

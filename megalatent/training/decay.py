@@ -73,7 +73,9 @@ class DecayScheduler(OptimizerParamScheduler):
         if not self.section.weight_decay_follows_lr or self.num_steps < self.decay_start:
             return decay
         group = param_group or {}
-        return decay * self.get_lr(group) / group.get("max_lr", self.max_lr)
+        peak = group.get("max_lr", self.max_lr)
+        # Weights that never move have no decay either.
+        return decay * self.get_lr(group) / peak if peak else 0.0
 
 
 def scheduler_class(section: DecayPhaseConfig) -> type[DecayScheduler]:

@@ -122,7 +122,8 @@ def _with_adam_settings(
         overrides = dict(overrides)
         if settings.adam_lr is not None:
             # Both rates end at the same fraction of their peak.
-            least = (config.min_lr or 0.0) * settings.adam_lr / config.lr
+            fraction = config.min_lr / config.lr if config.min_lr else 0.0
+            least = fraction * settings.adam_lr
             everything = ParamPredicate(name="latent_adam", fn=_is_nonlinear_or_embedding)
             overrides[ParamKey(predicate=everything)] = {
                 "max_lr": settings.adam_lr,

@@ -15,7 +15,8 @@ platform.install()
 
 from megatron.training import training  # noqa: E402
 
-from megalatent.config import DecayPhaseConfig  # noqa: E402
+from megalatent.config import DecayPhaseConfig, NorMuonConfig  # noqa: E402
+from megalatent.training import optimizer  # noqa: E402
 from megalatent.training.decay import scheduler_class  # noqa: E402
 from tests.training.runs import configuration, losses, train  # noqa: E402
 
@@ -26,7 +27,10 @@ Z_LOSS = 1e-5
 
 
 def _walk(
-    monkeypatch: pytest.MonkeyPatch, section: DecayPhaseConfig, **changed: Any
+    monkeypatch: pytest.MonkeyPatch,
+    section: DecayPhaseConfig,
+    peaks: tuple[float, float] = (MATRICES, REST),
+    **changed: Any,
 ) -> Iterator[tuple[int, list[dict[str, Any]], float]]:
     """Step (0-based), parameter groups and z-loss coefficient as each step finds them."""
     options = {
@@ -51,8 +55,8 @@ def _walk(
     monkeypatch.setattr(training, "get_args", lambda: args)
     monkeypatch.setattr(training, "OptimizerParamScheduler", scheduler_class(section))
     groups: list[dict[str, Any]] = [
-        {"max_lr": MATRICES, "min_lr": 0.0, "wd_mult": 1.0},
-        {"max_lr": REST, "min_lr": 0.0, "wd_mult": 1.0, "start_wd": 0.0, "end_wd": 0.0},
+        {"max_lr": peaks[0], "min_lr": 0.0, "wd_mult": 1.0},
+        {"max_lr": peaks[1], "min_lr": 0.0, "wd_mult": 1.0, "start_wd": 0.0, "end_wd": 0.0},
     ]
     scheduler = training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=groups))
     for step in range(STEPS):
@@ -71,6 +75,21 @@ def test_every_step_of_a_wsd_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert matrices["weight_decay"] == pytest.approx(DECAYS * follows, rel=1e-12)
         assert rest["weight_decay"] == 0.0
         assert z_loss == (Z_LOSS if step >= STEPS - DECAY else 0.0)
+
+
+def test_weights_that_do_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learning rate of zero, for all weights or for some, is no peak to compare with."""
+    section = DecayPhaseConfig(weight_decay_follows_lr=True)
+    for _, (matrices, rest), _z in _walk(monkeypatch, section, (0.0, REST), lr=0.0):
+        assert matrices["lr"] == 0.0
+        assert rest["lr"] >= 0.0
+    settings = NorMuonConfig(adam_lr=REST)
+    for lr, least, expected in ((0.0, 0.0, 0.0), (MATRICES, MATRICES / 10, REST / 10)):
+        config = SimpleNamespace(lr=lr, min_lr=least)
+        make = optimizer._with_adam_settings(lambda _, config=config: (config, {}), settings)
+        (override,) = make(None)[1].values()
+        assert override["max_lr"] == REST
+        assert override["min_lr"] == pytest.approx(expected)
 
 
 def test_weight_decay_stays_where_it_does_not_follow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,53 @@ def test_a_longer_run_must_say_so(tmp_path: Path) -> None:
     assert "begin at iterations 0, 2 instead of 0, 1\n" in said
 
 
+OVERRIDE = {"override_opt_param_scheduler": True}
+KEEP = {"use_checkpoint_opt_param_scheduler": True}
+NORMUON = {"optimizer": "adaptive_muon", "use_distributed_optimizer": True}
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("options", "changed", "rates"),
+    [
+        pytest.param({}, OVERRIDE, {1e-3}, id="the-runs"),
+        pytest.param(SHARDED, OVERRIDE, {1e-3}, id="the-runs-sharded", marks=full),
+        pytest.param(SHARDED, KEEP, {3e-3}, id="the-checkpoints-sharded"),
+        pytest.param(NORMUON, OVERRIDE, {1e-3}, id="the-runs-normuon"),
+        pytest.param(NORMUON, KEEP, {3e-3}, id="the-checkpoints-normuon", marks=full),
+        pytest.param(SHARDED, {}, None, id="neither"),
+    ],
+)
+def test_another_learning_rate(
+    tmp_path: Path, options: dict[str, Any], changed: dict[str, Any], rates: set[float] | None
+) -> None:
+    """Whose rate holds is as asked, also that of weights with a rate of their own."""
+    adam = "optimizer" if "optimizer" in options else None
+    save = str(tmp_path / "run")
+    options = {**options, "lr_decay_style": "constant", "save": save}
+
+    def latent(rate: float) -> dict[str, Any]:
+        return LATENT | ({adam: {"adam_lr": rate}} if adam else {})
+
+    train(configuration(tmp_path, latent(2e-3), train_iters=2, **options))
+    given = configuration(
+        tmp_path, latent(5e-4), train_iters=3, load=save, **{**options, "lr": 1e-3, **changed}
+    )
+    if rates is None:
+        with pytest.raises(RankError, match=r"UserError: megatron\.lr: the checkpoint was trained"):
+            train(given)
+        return
+    ((*_, seen),) = [outcome.kept for outcome in train(given, each_step=_rates)]
+    assert {rate for optimizer, rate in seen if optimizer != "adam"} == rates
+    of_adam = {rate for optimizer, rate in seen if optimizer == "adam"}
+    assert of_adam == ({2e-3 if changed == KEEP else 5e-4} if adam else set())
+    assert metrics(tmp_path / "run")[3]["learning_rate"] in rates
+
+
+def _rates(chunks: list[Any], optimizer: Any, step: int) -> list[tuple[str | None, float]]:
+    return [(group.get("optimizer"), group["lr"]) for group in optimizer.param_groups]
+
+
 @pytest.mark.parametrize(
     ("ranks", "steps", "latent", "options"),
     [

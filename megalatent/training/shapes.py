@@ -17,6 +17,10 @@ from megalatent.training.expert_layers import expert_layers
 
 __all__ = ["LayerShapes", "Shapes"]
 
+# Moments that an optimiser keeps of a matrix, each of the matrix's shape. All but SGD leave what is
+# no matrix to Adam.
+_MOMENTS = {"adam": 2, "sgd": 1, "muon": 1, "adaptive_muon": 2, "lion": 1}
+
 
 @dataclass(frozen=True)
 class _Count:
@@ -178,6 +182,9 @@ class Shapes:
         one, router = h * (wide + m), experts * h
         here = _Count(matrices=router, experts=experts // ep * one // etp)
         whole = router + experts * one
+        if config.add_bias_linear:
+            here += _Count(rest=experts, experts=experts // ep * (wide // etp + h))
+            whole += experts + experts * (wide + h)
         # Even routing: each token's copies, once whole per expert-tensor rank, then split in width.
         copies = self._rows * config.moe_router_topk
         kept = copies * (etp * h + wide + m + h) * self._element + 4 * self._rows * experts
@@ -262,15 +269,16 @@ class Shapes:
         dp = world // (self._tp * self.stages)  # context parallelism shards too
         etp = config.expert_tensor_parallel_size or 1
         expert_dp = world // (etp * config.expert_model_parallel_size * self.stages)
-        sharded = args.use_distributed_optimizer or args.use_layer_wise_distributed_optimizer
-        if not sharded:
+        layer_wise = args.use_layer_wise_distributed_optimizer
+        if not (args.use_distributed_optimizer or layer_wise):
             dp = expert_dp = 1
+        # Layer-wise a rank has whole weights, and the fullest one a table.
+        rest_over = min(dp, max(count.rest // self._embedding, 1)) if layer_wise else dp
         master = 4 if self._element == 2 else 0
-        adam = {"adam": 8, "sgd": 4}.get(args.optimizer, 8)
-        # One moment for matrices; NorMuon's second one has a value a row, too little to count.
-        matrix = 4 if "muon" in args.optimizer else adam
+        matrix = 4 * _MOMENTS[args.optimizer]
+        rest = matrix if args.optimizer == "sgd" else 8
         return (
             math.ceil(count.matrices / dp) * (master + matrix)
-            + math.ceil(count.rest / dp) * (master + adam)
+            + math.ceil(count.rest / rest_over) * (master + rest)
             + math.ceil(count.experts / expert_dp) * (master + matrix)
         )

@@ -63,17 +63,24 @@ def check(
         checkpoints_repaired, missing: as for `Config.check`.
     """
     args = parse(config.megatron_argv())
+    # A dry run or a submission may come from a machine that lacks what the run's own have.
+    here = missing is None and not checkpoints_repaired
+    meant = copy.copy(args)
+    if not here and "transformer_impl" in config.filled_in:
+        meant.transformer_impl = "transformer_engine"
     _check_required(args)
     check_ranges(args)
     _check_values(args)
-    check_model(config.latent.model, args)
+    check_model(config.latent.model, meant)
     _check_packages(args)
     check_optimizer(config, args)
     check_parallel(args, world_size)
-    check_fp8(config, args)
+    check_fp8(config, meant, here=here)
     _check_batches(args)
     check_passes_of_run(config, args)
-    check_kernel(config, args)
+    if here:
+        check_kernel(config, args)
+        _check_grouped_gemm(args)
     costs = config.latent.passes.costs
     if missing is None:
         check_files(args, costs, checkpoints_repaired=checkpoints_repaired)
@@ -120,23 +127,19 @@ def _check_values(args: argparse.Namespace) -> None:
         raise UserError(
             f"megatron.min_lr: {args.min_lr:g} is above lr: {args.lr:g}: give less, or leave it out"
         )
-    decays = args.lr_decay_iters or args.train_iters
-    if args.lr_warmup_iters and decays and args.lr_warmup_iters >= decays:
-        raise UserError(
-            f"megatron.lr_warmup_iters: {args.lr_warmup_iters} leaves nothing of the {decays} steps"
-            " of lr_decay_iters or train_iters: give fewer"
-        )
     if args.hybrid_layer_pattern is not None:
         raise UserError(
             f"megatron.hybrid_layer_pattern: {args.hybrid_layer_pattern!r} builds a hybrid model,"
             " which cannot be fused yet: leave it out"
         )
     if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
+        masks = "use reset_attention_mask and reset_position_ids, or"
+        masks = masks if args.transformer_impl == "local" else "use"  # the other reads no mask
         raise UserError(
             f"megatron.context_parallel_size: {args.context_parallel_size} splits each document in"
             f" {2 * args.context_parallel_size} equal parts, and with"
-            " dataloader_inter_document_masking documents have any length: use reset_attention_mask"
-            " and reset_position_ids, or context_parallel_size: 1"
+            f" dataloader_inter_document_masking documents have any length: {masks}"
+            " context_parallel_size: 1"
         )
     if args.max_position_embeddings < args.seq_length:
         raise UserError(
@@ -189,6 +192,16 @@ def _check_packages(args: argparse.Namespace) -> None:
             )
 
 
+def _check_grouped_gemm(args: argparse.Namespace) -> None:
+    from megalatent.platform import on_cpu
+
+    if args.moe_grouped_gemm and on_cpu():
+        raise UserError(
+            "megatron.moe_grouped_gemm: true needs a GPU, and there is no CUDA device here: write"
+            " false"
+        )
+
+
 def _check_batches(args: argparse.Namespace) -> None:
     """Needs `args.data_parallel_size`, which `check_parallel` sets."""
     sample_slice = args.micro_batch_size * args.data_parallel_size
@@ -197,6 +210,8 @@ def _check_batches(args: argparse.Namespace) -> None:
             f"megatron.step_batch_size_schedule: {args.step_batch_size_schedule!r} is given besides"
             f" global_batch_size: {args.global_batch_size}: keep one"
         )
+    if args.step_batch_size_schedule is not None and not args.skip_train:
+        _check_growing_batch(args)
     total = args.global_batch_size
     if total is not None and total % sample_slice and not args.decrease_batch_size_if_needed:
         raise UserError(
@@ -212,6 +227,31 @@ def _check_batches(args: argparse.Namespace) -> None:
             f" eval_micro_batch_size {each // args.data_parallel_size} x {args.data_parallel_size}"
             " data-parallel ranks: change one"
         )
+
+
+def _check_growing_batch(args: argparse.Namespace) -> None:
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+    given = f"megatron.step_batch_size_schedule: {args.step_batch_size_schedule!r}"
+    if args.train_samples is None:
+        raise UserError(
+            f"{given}: the learning rate would decay as if all batches were as small as can be:"
+            " give train_samples instead of train_iters"
+        )
+    try:
+        StepBatchsizeNumMicroBatchesCalculator(
+            args.micro_batch_size,
+            args.data_parallel_size,
+            args.decrease_batch_size_if_needed,
+            -1,
+            args.step_batch_size_schedule,
+            args.seq_length,
+        )
+    except (AssertionError, ValueError, LookupError) as error:
+        raise UserError(
+            f"{given}: {' '.join(str(error).split())}: write the tokens from which on a batch has"
+            " a size, as 0:256 10B:512"
+        ) from None
 
 
 def validated(config: Config, world_size: int) -> tuple[argparse.Namespace, Any]:

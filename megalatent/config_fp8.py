@@ -16,15 +16,19 @@ __all__ = ["check_fp8"]
 _ROWS, _COLUMNS = 8, 16
 
 
-def check_fp8(config: Config, args: argparse.Namespace) -> None:
-    """Raise a `UserError` for the first contradiction. Needs a checked parallel layout."""
+def check_fp8(config: Config, args: argparse.Namespace, *, here: bool = False) -> None:
+    """Raise a `UserError` for the first contradiction. Needs a checked parallel layout.
+
+    Args:
+        here: the run is to start on this machine.
+    """
     _check_fusion(config, args)
     if args.fp8 is None:
         return
     from megalatent.platform import on_cpu
 
     given = f"megatron.fp8_format: {args.fp8!r}"
-    if on_cpu():
+    if here and on_cpu():
         raise UserError(
             f"{given} needs a GPU with FP8 (Hopper or newer), and there is no CUDA device here:"
             " leave it out"
@@ -63,6 +67,14 @@ def _check_shapes(config: Config, args: argparse.Namespace) -> None:
     _multiple("ffn_hidden_size", args.ffn_hidden_size, _COLUMNS * tp, split)
     if args.num_experts:
         _multiple("moe_ffn_hidden_size", args.moe_ffn_hidden_size, _COLUMNS * tp, split)
+        _multiple(
+            "moe_shared_expert_intermediate_size",
+            args.moe_shared_expert_intermediate_size,
+            _COLUMNS * tp,
+            split,
+        )
+    if not args.multi_latent_attention:
+        _check_heads(args, tp)
     # The fusion works on slices of the sequence over TP.
     ranks = cp * tp if config.latent.fusion.fp8 else cp
     rows = args.seq_length * args.micro_batch_size
@@ -72,6 +84,21 @@ def _check_shapes(config: Config, args: argparse.Namespace) -> None:
             f" not a multiple of {_ROWS * ranks}, and products in FP8 need {_ROWS} positions on"
             f" each of {ranks} ranks: change one of them, or leave fp8_format out"
         )
+
+
+def _check_heads(args: argparse.Namespace, tp: int) -> None:
+    """The queries alone are what the output projection reads."""
+    head = args.kv_channels or args.hidden_size // args.num_attention_heads
+    heads = args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    together = ("heads, with their keys and values,", heads + 2 * groups)
+    for what, count in (("heads", heads), together):
+        if count * head % (_COLUMNS * tp):
+            raise UserError(
+                f"megatron.kv_channels: {head} x {count} {what} are no multiple of"
+                f" {_COLUMNS * tp} = {_COLUMNS} x tensor_model_parallel_size {tp}, as products in"
+                " FP8 need: change a size, or leave fp8_format out"
+            )
 
 
 def _multiple(name: str, width: int | None, of: int, split: str = "") -> None:

@@ -80,6 +80,16 @@ def check_model(model: ModelConfig, args: argparse.Namespace) -> None:
     """
     _check_gate(model, args)
     _check_window(args)
+    if args.transformer_impl == "transformer_engine":
+        _check_mask(args)
+        _check_heads_exchange(args)
+    elif args.transformer_impl == "local":
+        _check_local(args)
+    else:
+        raise UserError(
+            f"megatron.transformer_impl: {args.transformer_impl!r} cannot be trained: write"
+            " transformer_engine (GPU) or local"
+        )
 
 
 def _check_gate(model: ModelConfig, args: argparse.Namespace) -> None:
@@ -89,7 +99,6 @@ def _check_gate(model: ModelConfig, args: argparse.Namespace) -> None:
         ("attention_output_gate", "would be a second gate on the same output, one per channel"),
         ("multi_latent_attention", "is another attention, which has no gate per head"),
         ("fused_single_qkv_rope", "leaves query, key and value in one piece, past the gate"),
-        ("experimental_attention_variant", "is another attention, which has no gate per head"),
     ):
         value: Any = getattr(args, name, None)
         if value:
@@ -127,12 +136,70 @@ def _check_window(args: argparse.Namespace) -> None:
     _check_window_exchange(args)
 
 
+def _check_mask(args: argparse.Namespace) -> None:
+    """Transformer Engine's causal attention looks at no mask, and says nothing."""
+    if args.reset_attention_mask:
+        remedy = "dataloader_inter_document_masking: true, which packs documents"
+        if args.context_parallel_size > 1:
+            remedy += " (with context_parallel_size: 1)"
+        raise UserError(
+            "megatron.reset_attention_mask: true has no effect with transformer_impl:"
+            f" transformer_engine: documents would see each other: write {remedy}"
+        )
+
+
+def _check_local(args: argparse.Namespace) -> None:
+    """What layers without Transformer Engine lack."""
+    if args.layernorm_zero_centered_gamma:
+        raise UserError(
+            "megatron.apply_layernorm_1p: true needs transformer_impl: transformer_engine, and it"
+            " is 'local': leave it out"
+        )
+    cp = args.context_parallel_size
+    if cp > 1 and args.attention_dropout:
+        raise UserError(
+            f"megatron.attention_dropout: {args.attention_dropout} with context_parallel_size:"
+            f" {cp} needs transformer_impl: transformer_engine, and it is 'local': write"
+            " attention_dropout: 0"
+        )
+    packed = args.sft or args.dataloader_inter_document_masking
+    if args.softmax_type != "vanilla" and (cp > 1 or packed):
+        raise UserError(
+            f"megatron.softmax_type: {args.softmax_type!r} with"
+            f" {f'context_parallel_size: {cp}' if cp > 1 else 'packed documents'} needs"
+            " transformer_impl: transformer_engine, and it is 'local': write softmax_type: vanilla"
+        )
+
+
+def _exchanges(args: argparse.Namespace) -> list[str]:
+    """How Transformer Engine's layers exchange over context-parallel ranks; empty without both."""
+    if args.context_parallel_size == 1 or args.transformer_impl != "transformer_engine":
+        return []
+    kinds = args.cp_comm_type
+    return kinds if isinstance(kinds, list) else [kinds or "p2p"]
+
+
+def _check_heads_exchange(args: argparse.Namespace) -> None:
+    """`a2a` gives each context-parallel rank whole heads; Transformer Engine asks in training."""
+    if "a2a" not in _exchanges(args) or args.multi_latent_attention:
+        return
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    counts = {"num_attention_heads": args.num_attention_heads}
+    if args.group_query_attention:
+        counts["num_query_groups"] = args.num_query_groups
+    for name, count in counts.items():
+        each = max(count // tp, 1)
+        if each % cp:
+            raise UserError(
+                f"megatron.cp_comm_type: a2a spreads whole heads over context_parallel_size: {cp},"
+                f" and {name}: {count} leaves {each} on each of {tp} tensor-parallel ranks: write"
+                " cp_comm_type: all_gather, or change a size"
+            )
+
+
 def _check_window_exchange(args: argparse.Namespace) -> None:
     """Transformer Engine's point-to-point exchange over context-parallel ranks has no window."""
-    if args.context_parallel_size == 1 or args.transformer_impl != "transformer_engine":
-        return
-    kinds = args.cp_comm_type
-    kinds = kinds if isinstance(kinds, list) else [kinds or "p2p"]
+    kinds = _exchanges(args)
     if any(kind not in ("a2a", "all_gather") for kind in kinds):
         raise UserError(
             f"megatron.cp_comm_type: {' '.join(kinds)} has no sliding window (window_size:"

@@ -26,7 +26,6 @@ _UNSUPPORTED = (
         "leave it out",
     ),
     ("use_precision_aware_optimizer", "its states are fp32", "leave it out"),
-    ("optimizer_cpu_offload", "its states stay on the GPU", "leave it out"),
     (
         "fp8_param_gather",
         "it updates fp32 masters of bf16 weights",
@@ -93,9 +92,21 @@ def check_optimizer(config: Config, args: argparse.Namespace) -> None:
 
     Needs values that Megatron's parser has read and nothing has validated.
     """
+    _check_state(args)
     _check_normuon(config, args)
     _check_schedule(args)
     _check_decay_phase(config, args)
+
+
+def _check_state(args: argparse.Namespace) -> None:
+    """SOAP's has not the weights' shape, and SGD's nothing makes before it is read."""
+    saves = args.save and not args.no_save_optim
+    loads = args.load and not (args.no_load_optim or args.finetune)
+    if args.optimizer in ("sgd", "soap") and (saves or loads or args.use_distributed_optimizer):
+        raise UserError(
+            f"megatron.optimizer: {args.optimizer!r} has a state that Megatron 0.19 can neither"
+            " spread over ranks nor save and load again: write another optimizer"
+        )
 
 
 def _check_normuon(config: Config, args: argparse.Namespace) -> None:
@@ -126,6 +137,14 @@ def _check_normuon(config: Config, args: argparse.Namespace) -> None:
             f" latent.optimizer.adam_lr: {section.adam_lr:g}, and both are learning rates of"
             " embeddings: keep one"
         )
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    tp = args.tensor_model_parallel_size
+    if args.muon_tp_mode == "distributed" and args.muon_split_qkv and groups % tp:
+        raise UserError(
+            f"megatron.muon_tp_mode: 'distributed' needs whole query groups on each rank, and"
+            f" {groups} groups are no multiple of tensor_model_parallel_size: {tp}: leave it out"
+            " (duplicated), or write muon_no_split_qkv: true"
+        )
     if args.muon_num_ns_steps < 1:
         raise UserError(
             f"megatron.muon_num_ns_steps: {args.muon_num_ns_steps} orthogonalises nothing: give 1"
@@ -143,12 +162,18 @@ def _check_normuon(config: Config, args: argparse.Namespace) -> None:
 
 
 def _check_schedule(args: argparse.Namespace) -> None:
-    if args.lr_decay_style != "WSD":
-        return
     counted = "samples" if args.train_iters is None else "iters"
+    total = getattr(args, f"lr_decay_{counted}") or getattr(args, f"train_{counted}")
+    warmup = _check_warmup(args, counted, total)
     name = f"lr_wsd_decay_{counted}"
     decays = getattr(args, name)
-    total = getattr(args, f"lr_decay_{counted}") or getattr(args, f"train_{counted}")
+    if args.lr_decay_style != "WSD":
+        if decays is not None:
+            raise UserError(
+                f"megatron.{name}: {decays} has no effect with lr_decay_style:"
+                f" {args.lr_decay_style}: leave it out, or write lr_decay_style: WSD"
+            )
+        return
     if decays is None:
         raise UserError(
             f"megatron.{name}: missing with lr_decay_style: WSD: give the {counted} of the decay at"
@@ -159,6 +184,35 @@ def _check_schedule(args: argparse.Namespace) -> None:
             f"megatron.{name}: {decays} is not between 1 and the {total} {counted} of"
             f" lr_decay_{counted} or train_{counted}: change it"
         )
+    if decays > total - warmup:
+        raise UserError(
+            f"megatron.{name}: {decays} reaches into the warm-up, which is the first {warmup:g} of"
+            f" {total} {counted}: give at most {total - warmup:g}, or warm up for less"
+        )
+
+
+def _check_warmup(args: argparse.Namespace, counted: str, total: int) -> float:
+    """Length of the warm-up in what the schedule counts, iterations or samples."""
+    name = f"lr_warmup_{counted}" if args.lr_warmup_fraction is None else "lr_warmup_fraction"
+    given = getattr(args, name)
+    warmup = given * total if name == "lr_warmup_fraction" else given
+    if warmup >= total:
+        raise UserError(
+            f"megatron.{name}: {given} leaves nothing of the {total} {counted} of"
+            f" lr_decay_{counted} or train_{counted}: give less"
+        )
+    least, most = args.start_weight_decay, args.end_weight_decay
+    if least is not None and most is not None and least > most:
+        raise UserError(
+            f"megatron.end_weight_decay: {most:g} is below start_weight_decay: {least:g}: give at"
+            " least as much"
+        )
+    if args.lr_warmup_init > args.lr:
+        raise UserError(
+            f"megatron.lr_warmup_init: {args.lr_warmup_init:g} is above lr: {args.lr:g}: give less,"
+            " or leave it out"
+        )
+    return warmup
 
 
 def _check_decay_phase(config: Config, args: argparse.Namespace) -> None:

@@ -131,11 +131,31 @@ def _check_experts(args: argparse.Namespace) -> None:
             f" {args.tensor_model_parallel_size} needs sequence parallelism (Megatron refuses to"
             " train experts without it): add sequence_parallel: true"
         )
+    _check_expert_layers(args)
     width = args.moe_ffn_hidden_size or args.ffn_hidden_size
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     if width is not None:
         name = "moe_ffn_hidden_size" if args.moe_ffn_hidden_size else "ffn_hidden_size"
         _divides(args, name, width, "expert_tensor_parallel_size", tensor)
+
+
+def _check_expert_layers(args: argparse.Namespace) -> None:
+    every = args.moe_layer_freq
+    if isinstance(every, int) and every < 1:
+        raise UserError(
+            f"megatron.moe_layer_freq: {every} is no distance between layers with experts: give N"
+            " for experts in every Nth layer"
+        )
+    if isinstance(every, list) and args.num_layers is not None and len(every) != args.num_layers:
+        raise UserError(
+            f"megatron.moe_layer_freq: {len(every)} entries for num_layers: {args.num_layers}: give"
+            " one a layer (1: experts, 0: none), or one number N for experts in every Nth layer"
+        )
+    if args.add_bias_linear and args.swiglu and args.bias_swiglu_fusion:
+        raise UserError(
+            f"megatron.num_experts: {args.num_experts} with swiglu: true and biases, which"
+            " Megatron's fused activation of experts does not know: add disable_bias_linear: true"
+        )
 
 
 def _check_pipeline(args: argparse.Namespace) -> None:

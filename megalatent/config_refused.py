@@ -34,6 +34,8 @@ _FSDP = (
     "FSDP frees and reduces a layer's weights after one visit, and a layer is visited once per pass"
 )
 
+_LAYERS = "the layers are made from Megatron's other options and from latent.model alone"
+
 REFUSED = (
     Refused(option="enable_cuda_graph", reason=_GRAPHS),
     Refused(option="external_cuda_graph", reason=_GRAPHS),
@@ -46,6 +48,11 @@ REFUSED = (
     Refused(
         option="optimizer_cuda_graph",
         reason="steps of one pass leave the fusion weights out, a captured optimiser step cannot",
+    ),
+    Refused(
+        option="optimizer_cpu_offload",
+        reason="its copies of gradients outlive their step, and steps of one pass would train the"
+        " fusion with those of an earlier step",
     ),
     Refused(
         option="defer_embedding_wgrad_compute",
@@ -95,6 +102,14 @@ REFUSED = (
         " passes replaces",
         remedy="use overlap_param_gather: true",
     ),
+    Refused(
+        option="spec",
+        reason=_LAYERS,
+        remedy="leave it out; transformer_impl says whose layers they are",
+    ),
+    Refused(option="heterogeneous_layers_config_path", reason=_LAYERS),
+    Refused(option="heterogeneous_layers_config_encoded_json", reason=_LAYERS),
+    Refused(option="experimental_attention_variant", reason=_LAYERS),
     Refused(
         option="perform_rl_step",
         reason="that loop generates its own batches and knows nothing of passes",

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, tuple[str, ...]]] = {
     "norm choice": ({"fusion": {"input_norm": "al"}}, {}, 1, ("input_norm", "'all'")),
     "jitter": ({"fusion": {"jitter": -1}}, {}, 1, ("jitter", "0 or more")),
     "mixin type": ({"fusion": {"prefix_mixin": 1}}, {}, 1, ("prefix_mixin", "true or false")),
-    "warm-up": ({}, {"lr_warmup_iters": 10}, 1, ("lr_warmup_iters: 10", "10 steps")),
+    "warm-up": ({}, {"lr_warmup_iters": 10}, 1, ("lr_warmup_iters: 10", "10 iters")),
     "hybrid": ({}, {"hybrid_layer_pattern": "M*M*"}, 1, ("hybrid_layer_pattern", "leave it out")),
     "recomputed twice": (
         {"passes": {"recompute": "extra"}},
@@ -164,7 +164,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, tuple[str, ...]]] = {
     "chunks without stages": ({}, {"num_virtual_stages_per_pipeline_rank": 2}, 1, ("is 1",)),
     "length over context": (
         {},
-        {"context_parallel_size": 2, "seq_length": 34},
+        {"context_parallel_size": 2, "attention_dropout": 0.0, "seq_length": 34},
         2,
         ("seq_length: 34", "2 x context_parallel_size"),
     ),

@@ -272,7 +272,7 @@ def test_checks_leave_the_environment_and_cuda_alone(monkeypatch: pytest.MonkeyP
         (1, {}),
         (2, {"tensor_model_parallel_size": 2}),
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-        (2, {"context_parallel_size": 2}),
+        (2, {"context_parallel_size": 2, "attention_dropout": 0.0}),
         (4, {"pipeline_model_parallel_size": 2}),
         (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
         (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),

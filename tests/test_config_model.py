@@ -77,6 +77,60 @@ def test_depth_is_one_over_the_root_of_the_layers() -> None:
         ),
         (
             None,
+            {"transformer_impl": "transformer_engine", "reset_attention_mask": True},
+            ("reset_attention_mask: true has no effect", "dataloader_inter_document_masking"),
+        ),
+        (
+            None,
+            {"context_parallel_size": 2, "attention_dropout": 0.1},
+            ("attention_dropout: 0.1 with context_parallel_size: 2", "attention_dropout: 0"),
+        ),
+        (
+            None,
+            {"softmax_type": "learnable", "dataloader_inter_document_masking": True},
+            ("softmax_type: 'learnable' with packed documents", "vanilla"),
+        ),
+        (None, {"apply_layernorm_1p": True}, ("apply_layernorm_1p: true needs", "leave it out")),
+        (
+            None,
+            {"transformer_impl": "inference_optimized"},
+            ("'inference_optimized' cannot be trained", "or local"),
+        ),
+        (
+            None,
+            {
+                "context_parallel_size": 2,
+                "cp_comm_type": "a2a",
+                "transformer_impl": "transformer_engine",
+                "group_query_attention": True,
+                "num_query_groups": 1,
+            },
+            ("cp_comm_type: a2a spreads whole heads", "num_query_groups: 1", "all_gather"),
+        ),
+        (
+            None,
+            {"num_experts": 2, "moe_router_topk": 1, "moe_layer_freq": "[0,1]"},
+            ("moe_layer_freq: 2 entries for num_layers: 4",),
+        ),
+        (None, {"num_experts": 2, "moe_router_topk": 1, "moe_layer_freq": 0}, ("_layer_freq: 0",)),
+        (
+            None,
+            {"num_experts": 2, "moe_router_topk": 1, "swiglu": True},
+            ("num_experts: 2 with swiglu: true and biases", "disable_bias_linear: true"),
+        ),
+        (None, {"spec": ["local"]}, ("megatron.spec", "transformer_impl")),
+        (
+            None,
+            {"heterogeneous_layers_config_encoded_json": "{}"},
+            ("heterogeneous_layers_config_encoded_json", "from latent.model alone"),
+        ),
+        (
+            None,
+            {"experimental_attention_variant": "gated_delta_net"},
+            ("experimental_attention_variant", "from latent.model alone"),
+        ),
+        (
+            None,
             {
                 "window_size": [15, 0],
                 "context_parallel_size": 2,
@@ -98,5 +152,6 @@ def test_mistakes(model: Any, megatron: dict[str, Any], parts: tuple[str, ...]) 
 def test_windows_on_other_layouts_are_allowed() -> None:
     """Local attention under context parallelism, and windows without it."""
     windows = {"window_size": [15, 0], "window_attn_skip_freq": 2}
-    config(None, **windows, context_parallel_size=2, transformer_impl="local").check(2)
+    exchanged = {"context_parallel_size": 2, "attention_dropout": 0.0}
+    config(None, **windows, **exchanged, transformer_impl="local").check(2)
     config({"attention_gate": True}, **windows).check(2)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megalatent import platform
 from megalatent.config import Config, DecayPhaseConfig, NorMuonConfig
 from megalatent.errors import UserError
 from tests.test_config import config
@@ -37,6 +36,11 @@ def test_whole_matrices_are_orthogonalised_unless_another_mode_is_asked_for() ->
     assert chosen.megatron["muon_tp_mode"] == "blockwise"
     assert chosen.megatron["muon_fp32_matmul_prec"] == "medium"
     assert "muon_tp_mode" not in config().megatron
+
+
+def test_a_decay_right_after_the_warmup_and_through_the_whole_run() -> None:
+    config(None, **{**WSD, "lr_wsd_decay_iters": 7}, lr_warmup_iters=3).check(1)
+    config(None, **{**WSD, "lr_wsd_decay_iters": 10}).check(1)
 
 
 def _latent(section: str, **values: Any) -> dict[str, Any]:
@@ -77,6 +81,69 @@ def _latent(section: str, **values: Any) -> dict[str, Any]:
         (None, {"lr_decay_style": "WSD"}, "lr_wsd_decay_iters: missing.*for example 2 of 10"),
         (None, {**WSD, "lr_wsd_decay_iters": 11}, "11 is not between 1 and the 10 iters"),
         (
+            None,
+            {**WSD, "lr_wsd_decay_iters": 8, "lr_warmup_iters": 3},
+            "lr_wsd_decay_iters: 8 reaches into the warm-up.*give at most 7",
+        ),
+        (
+            None,
+            {**WSD, "lr_wsd_decay_iters": 8, "lr_warmup_fraction": 0.25},
+            "the first 2.5 of 10 iters: give at most 7.5",
+        ),
+        (
+            None,
+            {"lr_wsd_decay_iters": 2},
+            "lr_wsd_decay_iters: 2 has no effect with lr_decay_style: linear.*WSD",
+        ),
+        (None, {"lr_warmup_fraction": 1.0}, "lr_warmup_fraction: 1.0 leaves nothing of the 10"),
+        (
+            None,
+            {"train_iters": None, "train_samples": 40, "lr_warmup_samples": 40},
+            "lr_warmup_samples: 40 leaves nothing of the 40 samples",
+        ),
+        (
+            None,
+            {
+                "start_weight_decay": 0.2,
+                "end_weight_decay": 0.1,
+                "weight_decay_incr_style": "linear",
+            },
+            "end_weight_decay: 0.1 is below start_weight_decay: 0.2",
+        ),
+        (
+            None,
+            {"optimizer": "sgd", "use_distributed_optimizer": True},
+            "'sgd' has a state that Megatron 0.19 can neither",
+        ),
+        (None, {"optimizer": "soap", "save": "x", "save_interval": 1}, "'soap' has a state"),
+        (
+            None,
+            {"global_batch_size": None, "step_batch_size_schedule": "0:4 64:8"},
+            "step_batch_size_schedule: '0:4 64:8'.*train_samples instead of train_iters",
+        ),
+        (
+            None,
+            {
+                "global_batch_size": None,
+                "train_iters": None,
+                "train_samples": 40,
+                "step_batch_size_schedule": "0:4 0:8",
+            },
+            "strictly increasing.*as 0:256 10B:512",
+        ),
+        (None, {"lr_warmup_init": 0.1}, "lr_warmup_init: 0.1 is above lr: 0.001"),
+        (
+            None,
+            {
+                **NORMUON,
+                "muon_tp_mode": "distributed",
+                "tensor_model_parallel_size": 4,
+                "group_query_attention": True,
+                "num_query_groups": 2,
+            },
+            "'distributed' needs whole query groups.*2 groups.*tensor_model_parallel_size: 4",
+        ),
+        (
             _latent("decay_phase", z_loss=1e-5),
             {"lr_decay_style": "constant"},
             "z_loss: 1e-05 has no effect.*no decay phase",
@@ -101,6 +168,30 @@ def test_contradictions_are_named(latent: Any, megatron: dict[str, Any], message
     assert "\n" not in str(error.value)
 
 
+def test_another_machine_may_have_what_this_one_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dry runs and submissions check what is asked for; here are no GPU and no FP8."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    gpus = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    exchanged = {"context_parallel_size": 2, "attention_dropout": 0.1}
+    experts = {"num_experts": 4, "moe_grouped_gemm": True, "disable_bias_linear": True}
+    for options in ({**gpus, **exchanged}, {**experts, "swiglu": True}):
+        config(None, **options).check(2, missing=[])
+        config(None, **options).check(2, checkpoints_repaired=True)
+    for lacking, latent, options in (
+        ("fp8_format", None, gpus),
+        ("attention_dropout", None, exchanged),
+        ("moe_grouped_gemm", None, experts),
+        ("kernel", {"fusion": {"kernel": "triton"}}, {"bf16": True}),
+    ):
+        run = config(latent, **options)
+        run.check(2, missing=[])
+        with pytest.raises(UserError, match=lacking):
+            run.check(2)
+    # What no machine has is a mistake everywhere.
+    with pytest.raises(UserError, match="p2p has no sliding window"):
+        config(None, **exchanged, window_size=[15, 0]).check(2, missing=[])
+
+
 @pytest.mark.parametrize(
     ("latent", "megatron", "message"),
     [
@@ -111,6 +202,22 @@ def test_contradictions_are_named(latent: Any, megatron: dict[str, Any], message
             None,
             {"bf16": True, "ffn_hidden_size": 208, "tensor_model_parallel_size": 2},
             "208 is not a multiple of 32 = 16 x tensor_model_parallel_size 2",
+        ),
+        (
+            None,
+            {"bf16": True, "kv_channels": 20, "num_attention_heads": 2},
+            "kv_channels: 20 x 2 heads are no multiple of 16",
+        ),
+        (
+            None,
+            {
+                "bf16": True,
+                "kv_channels": 8,
+                "group_query_attention": True,
+                "num_query_groups": 1,
+                "tensor_model_parallel_size": 2,
+            },
+            "8 x 6 heads, with their keys and values, are no multiple of 32",
         ),
         (None, {"bf16": True, "seq_length": 36}, "36 x micro_batch_size 1 is not a multiple of 8"),
         (
@@ -123,7 +230,7 @@ def test_contradictions_are_named(latent: Any, megatron: dict[str, Any], message
     ],
 )
 def test_fp8_where_there_is_a_gpu(
-    latent: Any, megatron: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
+    latent: Any, megatron: dict[str, Any], message: str | None
 ) -> None:
     """Our checks alone: Megatron's would ask Transformer Engine."""
     from megalatent.config_fp8 import check_fp8
@@ -131,7 +238,6 @@ def test_fp8_where_there_is_a_gpu(
 
     options = {"transformer_impl": "transformer_engine", "fp8_format": "hybrid", **megatron}
     given = config(latent, **options)
-    monkeypatch.setattr(platform, "on_cpu", lambda: False)
     args = parse(given.megatron_argv())
     if message is None:
         check_fp8(given, args)

@@ -34,25 +34,31 @@ def check_checkpoints(args: argparse.Namespace, *, repaired: bool) -> None:
             if not fresh or (Path(args.load) / _TRACKER).exists():
                 _check_checkpoint("megatron.load", args.load, args.ckpt_step)
     # Who mends the run's checkpoints also lets it go on from them.
-    if args.save is not None and not resumes and not args.skip_train and not repaired:
+    replaces = not resumes or args.finetune
+    if args.save is not None and replaces and not args.skip_train and not repaired:
         with looking_at("megatron.save", args.save):
-            _check_unused(args.save)
+            _check_unused(args.save, finetune=args.finetune)
     if args.pretrained_checkpoint is not None:
         where = "megatron.pretrained_checkpoint"
         with looking_at(where, args.pretrained_checkpoint):
             _check_checkpoint(where, args.pretrained_checkpoint, None)
 
 
-def _check_unused(save: str) -> None:
-    """A run that does not go on from the checkpoints in its folder would replace them."""
+def _check_unused(save: str, *, finetune: bool) -> None:
+    """A run that does not go on from the checkpoints in its folder would replace them.
+
+    Args:
+        finetune: the run takes weights alone, wherever it loads from, and begins at step 0.
+    """
     tracker = Path(save) / _TRACKER
     if not tracker.is_file():
         return
     latest = tracker.read_bytes().decode(errors="replace").strip()[:40]
+    go_on = f"--set megatron.load={save}" + " --set megatron.finetune=false" * finetune
     raise UserError(
         f"megatron.save: {save}: holds a run that has come to iteration {latest}, which this one"
-        f" would replace: to go on with it, --set megatron.load={save}; to start anew, give another"
-        " folder or remove this one"
+        f" would replace: to go on with it, {go_on}; to start anew, give another folder or remove"
+        " this one"
     )
 
 

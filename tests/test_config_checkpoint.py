@@ -129,6 +129,10 @@ def test_a_run_is_not_replaced_by_another(saved: Path) -> None:
     with pytest.raises(UserError, match="holds a run that has come to iteration 9"):
         config(**given).check(1)
     config(**given, load=str(saved)).check(1)
+    # Weights alone begin a new run, also from the folder itself.
+    for load in (str(saved), None):
+        with pytest.raises(UserError, match=r"megatron\.load=\S+ --set megatron\.finetune=false;"):
+            config(**given, finetune=True, load=load).check(1)
     config(**given, skip_train=True).check(1)
     config(**given).check(1, checkpoints_repaired=True)
 

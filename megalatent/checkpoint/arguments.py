@@ -44,6 +44,9 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+# Ways of balancing experts that are also ways of choosing them.
+_OTHER_ROUTING = frozenset({"quantile_balancing", "sinkhorn"})
+
 # Arguments that change what a model computes, with the values that a Hugging Face model has too.
 _REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
@@ -58,8 +61,12 @@ _REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "layernorm_zero_centered_gamma": (False,),
     "moe_apply_probs_on_input": (False,),
     "moe_expert_capacity_factor": (None,),
+    "moe_expert_rank_capacity_factor": (None,),
     "moe_latent_size": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
     "moe_router_enable_expert_bias": (False,),
+    "moe_router_force_biased": (None,),
+    "moe_router_force_load_balancing": (False,),
     "moe_router_group_topk": (None,),
     "moe_router_num_groups": (None,),
     "moe_router_pre_softmax": (False,),
@@ -181,6 +188,13 @@ def _experts_from_args(args: Any) -> dict[str, Any]:
             "the checkpoint has experts with biases (add_bias_linear), which the Hugging Face model"
             " does not have: it cannot be exported"
         )
+    balancing = getattr(args, "moe_router_load_balancing_type", None)
+    if _OTHER_ROUTING.intersection(balancing if isinstance(balancing, list) else [balancing]):
+        raise UserError(
+            f"the checkpoint was trained with moe_router_load_balancing_type={balancing!r}, which"
+            " chooses and weighs experts otherwise than the Hugging Face model: it cannot be"
+            " exported"
+        )
     fields = {pair.field: getattr(args, pair.argument) for pair in _MOE_PAIRS}
     if fields["moe_intermediate_size"] is None:
         fields["moe_intermediate_size"] = args.ffn_hidden_size
@@ -241,6 +255,11 @@ def megatron_options(config: Any) -> dict[str, Any]:
             f"hidden_act={config.hidden_act!r} cannot be carried to Megatron (only 'silu'): this "
             "model does not convert"
         )
+    if config.num_experts and config.num_experts_per_tok == 1:
+        raise UserError(
+            "num_experts_per_tok=1 cannot be carried: Megatron then weighs the expert by the"
+            " softmax over all of them, and such a model by one"
+        )
     if config.num_experts and config.mlp_only_layers:
         dense = set(config.mlp_only_layers)
         options["moe_layer_freq"] = [int(i not in dense) for i in range(config.num_hidden_layers)]
@@ -299,8 +318,8 @@ def _rope(rope: Mapping[str, Any]) -> dict[str, Any]:
             f"rope_parameters={dict(rope)!r} cannot be carried to Megatron (only the types default"
             " and llama3, over whole heads): this model does not convert"
         )
-    theta = float(rope.get("rope_theta", 10000.0))
-    if not theta.is_integer():
+    theta = rope.get("rope_theta", 10000.0)
+    if not isinstance(theta, (int, float)) or not float(theta).is_integer():
         raise UserError(
             f"rope_theta={theta!r} cannot be carried: Megatron's rotary_base is a whole number"
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalatent.checkpoint.mapping import VOCABULARY, Family, Unit, units
 from megalatent.checkpoint.reader import CheckpointReader, SafetensorsReader
-from megalatent.checkpoint.slices import BLOCK, same_bits
+from megalatent.checkpoint.slices import BLOCK, blocks, same_bits
 from megalatent.checkpoint.writer import Staging, write_safetensors
 from megalatent.errors import UserError
 
@@ -40,6 +40,23 @@ class _Export:
         if rows is None and self.unit.rule.form is VOCABULARY:
             rows = (0, self.unit.dims["v"])
         return reader.read(self.key, self.index, rows, self.dtype)
+
+    def places(self, reader: CheckpointReader) -> list[Tensor]:
+        """The parts as they are written.
+
+        Raises:
+            UserError: a value is too large for the dtype.
+        """
+        tensor = self.read(reader)
+        largest = torch.finfo(self.dtype).max
+        if largest < torch.finfo(reader.tensors[self.key].properties.dtype).max and any(
+            bool(block.isinf().any()) for block in blocks(tensor)
+        ):
+            raise UserError(
+                f"{self.key} {self.index} has values beyond {largest:.3g}, the largest that"
+                f" {self.dtype} holds: give another --dtype"
+            )
+        return self.unit.places(tensor)
 
     def equals(self, reader: CheckpointReader, written: SafetensorsReader) -> bool:
         """Whether what was written gives the checkpoint's tensor again, to the last bit."""
@@ -97,7 +114,7 @@ def export_weights(
         entry = write_safetensors(
             staging.folder / name,
             [entry for item in shard for entry in item.entries()],
-            (place for item in shard for place in item.unit.places(item.read(reader))),
+            (place for item in shard for place in item.places(reader)),
             lambda n: progress("write", n, total),
         )
         staging.record(name, entry)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -39,8 +40,13 @@ DTYPES = {  # as safetensors calls them
 _NOT_MODEL = re.compile(r"^(chained_\d+\.)?optimizer\.|^(rng_state|rerun_state_machine)")
 
 
-def check_manifest(folder: Path, progress: Callable[[int], None] = lambda n: None) -> bool:
+def check_manifest(
+    folder: Path, part: str = "", progress: Callable[[int], None] = lambda n: None
+) -> bool:
     """Compare a converted folder's files with the sizes and hashes written when it was made.
+
+    Args:
+        part: folder inside whose files alone are looked at; all, if it is empty.
 
     Returns:
         Whether there is a manifest.
@@ -52,27 +58,33 @@ def check_manifest(folder: Path, progress: Callable[[int], None] = lambda n: Non
     if not path.exists():
         return False
     try:
-        files: Mapping[str, Any] = json.loads(path.read_text())["files"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is damaged: convert again") from None
-    for name, entry in files.items():
+        files = {
+            str(name): (int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in json.loads(path.read_text())["files"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is damaged: copy the folder again") from None
+    remedy = f"copy the folder again, or delete {MANIFEST} if the change is yours"
+    for name, (size, sha256) in files.items():
+        if part and Path(name).parts[:1] != (part,):
+            continue
         file = folder / name
         if not file.is_file():
-            raise UserError(f"{file} is missing, and {MANIFEST} lists it: copy the folder again")
-        if file.stat().st_size != entry["bytes"]:
+            raise UserError(f"{file} is missing, and {MANIFEST} lists it: {remedy}")
+        if file.stat().st_size != size:
             raise UserError(
-                f"{file} has {file.stat().st_size} bytes and had {entry['bytes']} when it was"
-                " written: copy the folder again"
+                f"{file} has {file.stat().st_size} bytes and had {size} when it was written:"
+                f" {remedy}"
             )
         digest = hashlib.sha256()
         with file.open("rb") as stream:
             while block := stream.read(BLOCK):
                 digest.update(block)
                 progress(len(block))
-        if digest.hexdigest() != entry["sha256"]:
+        if digest.hexdigest() != sha256:
             raise UserError(
-                f"{file} has another SHA-256 than {MANIFEST} says: it was changed or damaged;"
-                " copy the folder again"
+                f"{file} has another SHA-256 than {MANIFEST} says, it was changed or damaged:"
+                f" {remedy}"
             )
     return True
 
@@ -88,7 +100,6 @@ class CheckpointReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.root = folder
         self.folder = _iteration_folder(folder)
         try:
             self._metadata = FileSystemReader(str(self.folder)).read_metadata()
@@ -224,8 +235,8 @@ class CheckpointReader:
                 " cannot be read here: save the checkpoint without"
             )
         path = self.folder / stored.relative_path
-        try:
-            with path.open("rb") as stream:
+        with path.open("rb") as stream:
+            try:
                 window = Window(stream, stored.offset, stored.length)
                 dtype = self.tensors[index.fqn].properties.dtype
                 if index not in self._starts:
@@ -241,13 +252,13 @@ class CheckpointReader:
                     target.copy_(source)
                 else:
                     read_box(stream, stored.offset + start, dtype, shape, starts, target)
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"{path} is truncated or damaged: {stored.length} bytes at {stored.offset}, of"
-                f" {index.fqn}, are not what was written ({type(error).__name__})"
-            ) from None
+            except MemoryError:
+                raise
+            except Exception as error:
+                raise UserError(
+                    f"{path} is truncated or damaged: {stored.length} bytes at {stored.offset}, of"
+                    f" {index.fqn}, are not what was written ({type(error).__name__})"
+                ) from None
 
 
 def _iteration_folder(folder: Path) -> Path:
@@ -255,7 +266,7 @@ def _iteration_folder(folder: Path) -> Path:
         raise UserError(f"{folder} is not a folder: give a Megatron checkpoint")
     tracker = folder / "latest_checkpointed_iteration.txt"
     if not (folder / ".metadata").exists() and tracker.exists():
-        text = tracker.read_text().strip()
+        text = tracker.read_text("ascii", "backslashreplace").strip()
         if text != "release" and not text.isdigit():
             raise UserError(f"{tracker} holds {text!r}, no iteration: give one iteration's folder")
         folder = folder / (text if text == "release" else f"iter_{int(text):07d}")
@@ -268,6 +279,8 @@ def _iteration_folder(folder: Path) -> Path:
 class SafetensorsReader:
     """The weights of a Hugging Face model, in one file or in shards with an index.
 
+    Where there are both, the file counts, as for transformers.
+
     Raises:
         UserError: there are none, or a file is missing, truncated or damaged.
     """
@@ -277,18 +290,19 @@ class SafetensorsReader:
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._places: dict[str, tuple[Path, int, int]] = {}
         index = folder / "model.safetensors.index.json"
-        if index.is_file():
+        if (folder / "model.safetensors").is_file():
+            self._read_header(folder / "model.safetensors")
+        elif index.is_file():
             try:
-                listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError):
+                weight_map = json.loads(index.read_text())["weight_map"]
+                listed = {str(tensor): str(file) for tensor, file in weight_map.items()}
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise UserError(f"{index} is damaged: download the model again") from None
             for name in sorted(set(listed.values())):
                 self._read_header(folder / name)
             for tensor, file in listed.items():
                 if tensor not in self._places or self._places[tensor][0].name != file:
                     raise UserError(f"{tensor} is not in {folder / file}, where {index.name} says")
-        elif (folder / "model.safetensors").is_file():
-            self._read_header(folder / "model.safetensors")
         else:
             raise UserError(
                 f"{folder} has no model.safetensors and no model.safetensors.index.json: give a"
@@ -332,19 +346,25 @@ class SafetensorsReader:
             if not isinstance(header, dict):
                 raise ValueError
             header.pop("__metadata__", None)
-            entries = {
-                name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-                for name, entry in header.items()
-            }
+            entries = {name: _header_entry(entry) for name, entry in header.items()}
+            end = 0
+            for first, last in sorted(entry[2:] for entry in entries.values()):
+                if first != end:
+                    raise ValueError
+                end = last
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path} is truncated or damaged: its header cannot be read") from None
-        end = max((entry[3] for entry in entries.values()), default=0)
         if total != 8 + size + end:
             raise UserError(
                 f"{path} has {total} bytes and should have {8 + size + end}: it is truncated or"
                 " damaged"
             )
         for name, (dtype, shape, first, last) in entries.items():
+            if name in self.tensors:
+                raise UserError(
+                    f"{name} stands in {self._places[name][0].name} and in {path}: download the"
+                    " model again"
+                )
             if dtype not in DTYPES:
                 raise UserError(
                     f"{path}: {name} has dtype {dtype}, which does not convert (only "
@@ -352,3 +372,17 @@ class SafetensorsReader:
                 )
             self.tensors[name] = (DTYPES[dtype], shape)
             self._places[name] = (path, 8 + size + first, last - first)
+
+
+def _header_entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Dtype, shape, first byte and the one after the last of a tensor in a safetensors header.
+
+    Raises:
+        ValueError, KeyError, TypeError: they are not there, or do not fit each other.
+    """
+    dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, first, last)):
+        raise ValueError
+    if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError
+    return dtype, shape, first, last

@@ -22,6 +22,18 @@ AUTO_MAP = {
 # Fusions of the Full-bandwidth transformer train with jitter and prefix mixin, Recycler's without.
 _FUSIONS_WITH_NOISE = ("gated", "concat")
 _JITTER = 0.02
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+)
 
 
 @strict
@@ -110,7 +122,7 @@ class MegalatentConfig(PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
+            self.head_dim = self.hidden_size // max(self.num_attention_heads, 1)
         if self.layer_types is None:
             kind = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [kind] * self.num_hidden_layers
@@ -130,7 +142,11 @@ class MegalatentConfig(PreTrainedConfig):
         return self.num_experts > 0 and layer not in (self.mlp_only_layers or [])
 
     def _check(self) -> None:
-        """Raise ValueError for settings that contradict each other."""
+        """Raise ValueError for settings that contradict each other, or sizes that are none."""
+        for name in _SIZES:
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size}: it must be at least 1.")
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "

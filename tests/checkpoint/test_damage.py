@@ -10,6 +10,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -19,8 +20,9 @@ from megalatent import platform
 platform.install()
 
 from megalatent.checkpoint import convert  # noqa: E402
-from megalatent.checkpoint.reader import SafetensorsReader  # noqa: E402
+from megalatent.checkpoint.reader import SafetensorsReader, check_manifest  # noqa: E402
 from megalatent.cli import main  # noqa: E402
+from megalatent.errors import UserError  # noqa: E402
 from tests.checkpoint import models  # noqa: E402
 from tests.checkpoint.test_mistakes import refused  # noqa: E402
 
@@ -87,10 +89,63 @@ def test_a_checkpoint_that_was_being_written(
     assert "iter_0000007 has no .metadata" in refused(capsys, "to-hf", folder, tmp_path / "out")
     tracker.write_text("seven")
     assert "holds 'seven', no iteration" in refused(capsys, "to-hf", folder, tmp_path / "out")
+    tracker.write_bytes(b"\xff7")
+    assert r"holds '\\xff7', no iteration" in refused(capsys, "to-hf", folder, tmp_path / "out")
     tracker.unlink()
     assert "has no .metadata" in refused(capsys, "to-hf", folder, tmp_path / "out")
     (folder / "release" / ".metadata").unlink()
     assert "has no .metadata" in refused(capsys, "to-hf", folder / "release", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data_offsets": ["0", "8"]},
+        {"data_offsets": [0, 4, 8]},
+        {"data_offsets": [0, 4]},
+        {"data_offsets": [4, 4 + 4 * 32]},
+        {"data_offsets": [-8, 4 * 32 - 8]},
+        {"shape": None},
+        {"shape": [32, 1.0]},
+        {"dtype": "F16"},
+        {"dtype": ["F32"]},
+        {},
+    ],
+    ids=str,
+)
+def test_a_header_that_contradicts_itself(tmp_path: Path, change: dict[str, Any]) -> None:
+    entry = {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}
+    after = {**entry, "data_offsets": [64, 192]}  # overlaps
+    tensors = {"a": {**entry, **change}} if change else {"a": entry, "b": after}
+    header = json.dumps(tensors).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(192 if not change else 128))
+    with pytest.raises(UserError, match="its header cannot be read"):
+        SafetensorsReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", '{"files": 3}', '{"files": {"config.json": 3}}', '{"files": {"config.json": {}}}'],
+)
+def test_a_damaged_manifest(tmp_path: Path, text: str) -> None:
+    (tmp_path / "conversion.json").write_text(text)
+    with pytest.raises(UserError, match=r"conversion\.json is damaged"):
+        check_manifest(tmp_path)
+
+
+def test_a_run_may_go_on_in_the_folder_of_an_import(made: Path, tmp_path: Path) -> None:
+    """Only what is converted must be what was written."""
+    folder = Path(shutil.copytree(made / "megatron", tmp_path / "megatron"))
+    shutil.copytree(folder / "release", folder / "iter_0000007")
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    (folder / "model.yaml").write_text("mine")
+    convert.to_hf(folder, tmp_path / "out")
+    (file,) = (folder / "release").glob("*.distcp")
+    file.write_bytes(file.read_bytes() + b"x")
+    convert.to_hf(folder, tmp_path / "again")
+    with pytest.raises(UserError, match="or delete conversion"):
+        convert.to_hf(folder / "release", tmp_path / "third")
 
 
 @contextlib.contextmanager

@@ -71,12 +71,11 @@ _SAME_NAME = (
 def backbone(config: Any) -> dict[str, Any]:
     """Fields of `MegalatentConfig` for what all families have; they do not fuse."""
     settings = {name: getattr(config, name) for name in _SAME_NAME}
-    window = getattr(config, "sliding_window", None)
     return {
         **settings,
         "head_dim": getattr(config, "head_dim", None),
-        "sliding_window": window,
-        "layer_types": getattr(config, "layer_types", None) if window else None,
+        "sliding_window": getattr(config, "sliding_window", None),
+        "layer_types": getattr(config, "layer_types", None),
         "fusion": "none",
     }
 

@@ -33,6 +33,10 @@ _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "vocab.txt",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -40,6 +44,7 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_GENERATION = "generation_config.json"
 _SILENT: Progress = lambda stage, n, total: None  # noqa: E731
 
 
@@ -61,7 +66,8 @@ def to_hf(
 
     Args:
         dtype: of all weights; None keeps the checkpoint's.
-        tokenizer: folder with the tokenizer; by default the one that the checkpoint names.
+        tokenizer: folder with the tokenizer; by default the one that the checkpoint names, or the
+            one that `from_hf` put beside it.
         max_shard: bytes in a file, unless one tensor is larger.
         vocab_size: without padding, where neither checkpoint nor tokenizer says it.
         document_end: token that ends a document, likewise.
@@ -75,15 +81,17 @@ def to_hf(
     if quantization is not None:
         quantization.require_package()
     reader = CheckpointReader(checkpoint)
-    check_manifest(reader.root)
+    folder = reader.folder.resolve()
+    check_manifest(folder.parent, folder.name)
     args = reader.args()
-    tokenizer = tokenizer or named_tokenizer(args)
+    tokenizer = tokenizer or named_tokenizer(args, folder)
     config = export_config(args, reader, tokenizer, vocab_size, document_end, dtype)
     if quantization is not None:
         quantization.check(config, tokenizer)
     made_from = {
-        "checkpoint": str(reader.folder.resolve()),
-        "metadata": hash_file(reader.folder / ".metadata"),
+        "checkpoint": str(folder),
+        "metadata": hash_file(folder / ".metadata"),
+        "files": {x.name: [x.stat().st_size, x.stat().st_mtime_ns] for x in folder.iterdir()},
         "dtype": str(dtype),
         "max_shard": max_shard,
         "config": json.loads(config.to_json_string(use_diff=False)),
@@ -180,9 +188,10 @@ def _staged(out: Path, made_from: Mapping[str, Any], overwrite: bool) -> Iterato
     try:
         yield staging
     except OSError as error:
+        where = error.filename or staging.folder  # reading fails too
         raise UserError(
-            f"{staging.folder}: {error.strerror or error}: nothing was written to {out}; solve it"
-            " and run the same command again"
+            f"{where}: {error.strerror or error}: nothing was written to {out}; solve it and run"
+            " the same command again"
         ) from error
     finally:
         staging.close()
@@ -209,7 +218,6 @@ def read_model_config(raw: Mapping[str, Any], folder: Path) -> Any:
     Raises:
         UserError: a field that is not carried, or a value that cannot be.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from megalatent.hf.configuration_megalatent import MegalatentConfig
@@ -223,7 +231,7 @@ def read_model_config(raw: Mapping[str, Any], folder: Path) -> Any:
             " something else: remove the field if you know that it changes nothing"
         )
     architectures = raw.get("architectures") or [family.architecture]
-    if list(architectures) != [family.architecture]:
+    if architectures != [family.architecture]:
         raise UserError(
             f"{where}: architectures={architectures} does not convert (only"
             f" {family.architecture}): give a causal language model"
@@ -235,8 +243,8 @@ def read_model_config(raw: Mapping[str, Any], folder: Path) -> Any:
         return MegalatentConfig(**settings)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    except (StrictDataclassError, ValueError, TypeError) as error:
-        raise UserError(f"{where}: {error}") from None
+    except Exception as error:  # transformers raises all kinds for values of the wrong type
+        raise UserError(f"{where} is no configuration of such a model: {error}") from None
 
 
 def _with_fusion(config: Any, fusion: str) -> Any:
@@ -288,10 +296,16 @@ def _write_model_files(folder: Path, config: Any, tokenizer: Path | None) -> Non
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
-            target.mkdir(exist_ok=True)
-            shutil.copyfile(source / name, target / name)
+    """Copy a tokenizer, and how text is generated with it: which tokens end one, which mode."""
+    names = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
+    if not names:
+        return
+    if (source / _GENERATION).is_file():
+        _read_json(source / _GENERATION)
+        names.append(_GENERATION)
+    target.mkdir(exist_ok=True)
+    for name in names:
+        shutil.copyfile(source / name, target / name)
 
 
 # -- Megatron's side --------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -110,7 +111,7 @@ def run_convert_command(args: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} {value}: give a number of the vocabulary")
     if getattr(args, "calibration", None) and not args.quantize:
         raise UserError("--calibration goes with --quantize: give --quantize, or leave it out")
-    source, out = args.source.resolve(), args.out.resolve()
+    source, out = (Path(os.path.realpath(path)) for path in (args.source, args.out))
     if out == source or out in source.parents or source in out.parents:
         raise UserError(f"{args.out} and {args.source} lie in one another: choose another folder")
     show = _Bar()

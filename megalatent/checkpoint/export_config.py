@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from megalatent.errors import UserError
 __all__ = ["export_config", "named_tokenizer"]
 
 
-def named_tokenizer(args: Any) -> Path | None:
-    """The tokenizer that the run was given, if it is a folder that is still there."""
+def named_tokenizer(args: Any, iteration: Path) -> Path | None:
+    """The tokenizer that the run was given, if it is a folder that is still there.
+
+    Args:
+        iteration: folder of the checkpoint. A converted one has its tokenizer beside that.
+    """
     name = getattr(args, "tokenizer_model", None)
-    path = Path(name) if name else None
-    return path if path is not None and path.is_dir() else None
+    path = Path(name) if name else iteration.parent / "tokenizer"
+    return path if path.is_dir() else None
 
 
 def export_config(
@@ -53,8 +58,11 @@ def export_config(
             " rows: give the tokenizer that it was trained with"
         )
     fields = config_from_args(args, vocab_size)
-    if fields.get("document_end_token_id") is None:
-        ends = document_end if document_end is not None else _document_end(args, words)
+    if document_end is not None:
+        _check_document_end(document_end, fields)
+        fields["document_end_token_id"] = document_end
+    elif "document_end_token_id" not in fields:
+        ends = _document_end(args, words)
         trained = getattr(args, "latent_config", None) is not None
         if ends is None and trained and fields["fusion"] != "none":
             raise UserError(
@@ -64,10 +72,22 @@ def export_config(
             )
         fields["document_end_token_id"] = ends
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if fields.get(name) is None:
-            fields[name] = getattr(words, name)
+        fields.setdefault(name, getattr(words, name))
     fields["dtype"] = str(dtype or table.properties.dtype).removeprefix("torch.")
     return MegalatentConfig(**fields)
+
+
+def _check_document_end(token: int, fields: Mapping[str, Any]) -> None:
+    known = fields.get("document_end_token_id")
+    if known not in (None, token):
+        raise UserError(
+            f"--document-end-token {token}: in the checkpoint it is {known}: leave the option out"
+        )
+    if token >= fields["vocab_size"]:
+        raise UserError(
+            f"--document-end-token {token}: the vocabulary has {fields['vocab_size']} tokens,"
+            " counted from 0: give one of them"
+        )
 
 
 class _TokenizerFacts:
@@ -90,9 +110,9 @@ class _TokenizerFacts:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"--tokenizer {folder} cannot be loaded: {reason}") from None
+        except Exception as error:  # the tokenizers package raises no other kind
+            reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(":")
+            raise UserError(f"the tokenizer {folder} cannot be loaded: {reason}") from None
         facts.size = len(tokenizer)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(facts, name, getattr(tokenizer, name))

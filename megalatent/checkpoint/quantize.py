@@ -90,18 +90,22 @@ class Quantization:
         Raises:
             UserError: there is too little text to calibrate with.
         """
+        from transformers import GenerationConfig
+
         import megalatent.hf
 
         tokens = calibration_tokens(folder, self.calibration)
         model = megalatent.hf.MegalatentForCausalLM.from_pretrained(folder, dtype="auto")
         passes = PASSES if model.config.fusion != "none" else 1
+        model.generation_config = GenerationConfig()  # else it is checked when it is written
         quantize_model(model.eval(), self.format, tokens, passes)
         target = folder / "quantized"
         _export(model, target)
         for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
             old.unlink()
         for new in target.iterdir():
-            if new.suffix != ".py":  # the code stands there already
+            # The code stands there already, and how text is generated does not change.
+            if new.suffix != ".py" and new.name != "generation_config.json":
                 new.replace(folder / new.name)
         shutil.rmtree(target)
 

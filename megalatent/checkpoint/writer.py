@@ -60,11 +60,13 @@ class Staging:
     """
 
     def __init__(self, final: Path, made_from: Mapping[str, Any], overwrite: bool) -> None:
-        self.final = final
-        self.folder = final.parent / f".{final.name}.converting"
+        # Where links lead: the link itself must stay, and its target may be on another disk.
+        self.final = Path(os.path.realpath(final))
+        self.folder = self.final.parent / f".{self.final.name}.converting"
         self._made_from = json.loads(json.dumps(made_from))
-        _check_replaceable(final, overwrite)
-        final.parent.mkdir(parents=True, exist_ok=True)
+        self._overwrite = overwrite
+        _check_replaceable(self.final, overwrite)
+        self.final.parent.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(exist_ok=True)
         self._lock = (self.folder / "lock").open("w")
         try:
@@ -114,7 +116,12 @@ class Staging:
             )
 
     def finish(self, details: Mapping[str, Any]) -> None:
-        """Write the manifest and give the output its final name."""
+        """Write the manifest and give the output its final name.
+
+        Raises:
+            UserError: meanwhile something appeared there that must not be replaced.
+        """
+        _check_replaceable(self.final, self._overwrite)
         (self.folder / "state.json").unlink()
         files = {
             str(path.relative_to(self.folder)): self.done.get(path.name) or hash_file(path)
@@ -123,12 +130,13 @@ class Staging:
         }
         manifest = {"megalatent": __version__, **details, "files": files}
         (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        (self.folder / "lock").unlink()
         old = self.final.parent / f".{self.final.name}.replaced"
         if self.final.exists():
             shutil.rmtree(old, ignore_errors=True)
             self.final.rename(old)
         self.folder.rename(self.final)
+        # Not before: whoever finds the folder under its first name must find it locked.
+        (self.final / "lock").unlink()
         self._lock.close()
         shutil.rmtree(old, ignore_errors=True)
 
@@ -138,6 +146,13 @@ class Staging:
 
 
 def _check_replaceable(final: Path, overwrite: bool) -> None:
+    if final.is_symlink():
+        raise UserError(f"{final}: its links lead back to themselves: choose another folder")
+    if final.is_mount():
+        raise UserError(
+            f"{final} is where a disk is mounted, and cannot be replaced by a finished folder:"
+            " choose a folder inside it"
+        )
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
     if not overwrite:

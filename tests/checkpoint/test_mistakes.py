@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megalatent import platform
 
@@ -74,6 +76,14 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.5}}, "whole number"),
         ({"model_type": "gemma"}, "models of type 'gemma' do not convert"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, "Qwen3ForCausalLM"),
+        ({"architectures": 3}, "Qwen3ForCausalLM"),
+        ({"dtype": []}, "no configuration of such a model"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: it must be at least 1"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads=-1: it must be at least 1"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "rope_theta='1e4'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_theta=None"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "set sliding_window to"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0: it must be"),
         ({"num_hidden_layers": 3, "layer_types": None}, "lacks model.layers.2."),
         ({"num_hidden_layers": 1, "layer_types": None}, "model.layers.1."),
         ({"num_hidden_layers": 3}, "must be equal to the number of `layer_types`"),
@@ -103,6 +113,11 @@ def test_a_tied_head_must_be_the_table(hf: Path, capsys: pytest.CaptureFixture[s
 
 def test_damaged_models(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = sorted(hf.glob("*.safetensors"))
+    first, last = load_file(shards[0]), shards[-1].read_bytes()
+    save_file({**load_file(shards[-1]), **first}, shards[-1], metadata={"format": "pt"})
+    line = refused(capsys, "from-hf", hf, hf.parent / "out")
+    assert f"{min(first)} stands in {shards[0].name} and in" in line
+    shards[-1].write_bytes(last)
     data = shards[0].read_bytes()
     shards[0].write_bytes(data[:-10])
     assert "truncated" in refused(capsys, "from-hf", hf, hf.parent / "out")
@@ -162,6 +177,71 @@ def test_places_where_nothing_can_be_made(
     assert (megatron.parent / "file").read_text() == "mine"
 
 
+def test_links_lead_to_the_output(megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The link stays; what it leads to is made, or replaced."""
+    disk, link = megatron.parent / "disk", megatron.parent / "link"
+    link.symlink_to(disk / "out")
+    for options in ([], ["--overwrite", "--dtype", "bf16"]):
+        assert main(["convert", "to-hf", str(megatron), str(link), *options]) == 0
+        assert link.is_symlink()
+        assert [path.name for path in disk.iterdir()] == ["out"]
+    assert json.loads((disk / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    (megatron.parent / "loop").symlink_to(megatron.parent / "loop")
+    for out in (megatron.parent / "loop", megatron.parent / "loop" / "out"):
+        line = refused(capsys, "to-hf", megatron, out)
+        assert "links lead back to themselves" in line or "cannot be made" in line
+
+
+def test_a_disk_is_not_replaced_by_a_folder(
+    megatron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = megatron.parent / "out"
+    out.mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == out)
+    assert "choose a folder inside it" in refused(capsys, "to-hf", megatron, out)
+    assert list(out.iterdir()) == []
+
+
+def test_what_appears_meanwhile_is_kept(
+    megatron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = megatron.parent / "out"
+    write = convert._write_model_files
+
+    def also_write_a_thesis(*args: Any) -> None:
+        write(*args)
+        out.mkdir()
+        (out / "thesis.txt").write_text("mine")
+
+    monkeypatch.setattr(convert, "_write_model_files", also_write_a_thesis)
+    assert main(["convert", "to-hf", str(megatron), str(out)]) == 2
+    assert f"{out} exists" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+    monkeypatch.undo()
+    shutil.rmtree(out)
+    assert main(["convert", "to-hf", str(megatron), str(out)]) == 0
+
+
+def test_a_value_that_the_dtype_cannot_hold(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_tensors(hf, lambda t: t["model.layers.1.mlp.down_proj.weight"][3].fill_(70_000.0))
+    megatron, out = hf.parent / "large", hf.parent / "out"
+    convert.from_hf(hf, megatron)
+    line = refused(capsys, "to-hf", megatron, out, "--dtype", "fp16")
+    assert "decoder.layers.mlp.linear_fc2.weight [1] has values beyond 6.55e+04" in line
+    assert main(["convert", "to-hf", str(megatron), str(out), "--dtype", "bf16"]) == 0
+
+
+def test_one_file_counts_before_an_index(hf: Path) -> None:
+    """As transformers reads a folder with both."""
+    tensors = models.weights(hf)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    convert.from_hf(hf, hf.parent / "out")
+    convert.to_hf(hf.parent / "out", hf.parent / "back")
+    found = AutoModelForCausalLM.from_pretrained(hf).model.norm.weight
+    assert torch.equal(found, models.weights(hf.parent / "back")["model.norm.weight"])
+
+
 def test_options_that_contradict_the_checkpoint(
     megatron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +249,8 @@ def test_options_that_contradict_the_checkpoint(
     for size in (10, models.VOCAB + 1):
         line = refused(capsys, "to-hf", megatron, out, "--vocab-size", size)
         assert "would cut off" in line or f"{models.VOCAB} embedding rows" in line
+    line = refused(capsys, "to-hf", megatron, out, "--document-end-token", models.VOCAB)
+    assert f"the vocabulary has {models.VOCAB} tokens" in line
     line = refused(capsys, "to-hf", megatron, out, "--tokenizer", megatron / "nowhere")
     assert "is not a folder" in line
     line = refused(capsys, "to-hf", megatron, out, "--calibration", "text")
@@ -210,6 +292,32 @@ def test_an_interrupted_export_goes_on(megatron: Path, monkeypatch: pytest.Monke
     found = models.weights(out)
     assert tensors.keys() == found.keys()
     assert all((found[name] == tensor).all() for name, tensor in tensors.items())
+
+
+def test_an_interrupted_export_of_other_weights_starts_anew(
+    megatron: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint saved again: its `.metadata` need not differ."""
+    out = megatron.parent / "out"
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "_write_model_files", stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert.to_hf(megatron, out)
+    monkeypatch.undo()
+    (megatron / "conversion.json").unlink()
+    other = megatron.parent / "other"
+    hf = megatron.parent / "other-hf"
+    models.save_plain("qwen3", hf)
+    change_tensors(hf, lambda t: t["model.layers.0.mlp.down_proj.weight"].neg_())
+    convert.from_hf(hf, other)
+    (new,), (old,) = other.rglob("*.distcp"), megatron.rglob("*.distcp")
+    shutil.copyfile(new, old)
+    convert.to_hf(megatron, out)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(models.weights(out)[name], models.weights(hf)[name])
 
 
 def test_a_wrong_write_is_noticed(

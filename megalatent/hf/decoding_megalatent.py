@@ -88,6 +88,11 @@ class MegalatentGenerationMixin(GenerationMixin):
                 f"mode={plan.mode!r} with use_cache=False: the state of the position before lives "
                 "in the cache. Use use_cache=True or mode='standard'."
             )
+        if config.guidance_scale not in (None, 1) and plan.mode != "standard":
+            raise ValueError(
+                f"guidance_scale={config.guidance_scale} with mode={plan.mode!r}: the unguided text"
+                " would be decoded without its state. Use mode='standard'."
+            )
         model_kwargs["latent_plan"] = plan
         return config, model_kwargs
 
@@ -101,8 +106,8 @@ class MegalatentGenerationMixin(GenerationMixin):
             return getattr(generation_config, name, None) if value is None else value
 
         own_mode = getattr(self.generation_config, "mode", None)
-        mode = asked("mode") or own_mode or "standard"
-        if mode not in MODES:
+        mode = next(x for x in (asked("mode"), own_mode, "standard") if x is not None)
+        if mode not in tuple(MODES):
             raise ValueError(f"mode={mode!r}: choose one of {', '.join(MODES)}.")
         passes = asked("prefill_passes")
         if passes is None and mode == own_mode:  # the model's own number belongs to its own mode

@@ -219,7 +219,10 @@ class MegalatentModel(MegalatentPreTrainedModel):
     # -- stage inputs
 
     def _plain(self, embeds: torch.Tensor) -> torch.Tensor:
-        return embeds if self.config.fusion == "none" else self.fusion.plain(embeds)
+        if self.config.fusion == "none":
+            return embeds
+        # A device map may put the fusion on another device, there and below.
+        return self.fusion.plain(embeds).to(embeds.device)
 
     def _jittered(self, states: torch.Tensor) -> torch.Tensor:
         """Training noise of FBT, uniform on [-jitter, jitter], on the state before it is used."""
@@ -235,7 +238,7 @@ class MegalatentModel(MegalatentPreTrainedModel):
         fused: torch.Tensor,
     ) -> torch.Tensor:
         """Shift the states right by one position and fuse them where `fused` says so."""
-        inputs = self.fusion(states[:, :-1], token_term[:, 1:])
+        inputs = self.fusion(states[:, :-1], token_term[:, 1:]).to(plain.device)
         inputs = torch.where(fused[:, 1:, None], inputs, plain[:, 1:])
         return torch.cat([plain[:, :1], inputs], dim=1)
 
@@ -251,7 +254,7 @@ class MegalatentModel(MegalatentPreTrainedModel):
                 f"There is no latent state to continue from: {why}. Read the whole text again "
                 "without past_key_values, or decode with mode='standard'."
             )
-        first = self.fusion(cache.state, self.fusion.token_term(embeds[:, :1]))
+        first = self.fusion(cache.state, self.fusion.token_term(embeds[:, :1])).to(plain.device)
         if self.config.document_end_token_id is not None:
             if cache.ends_document is None:
                 raise ValueError(_NO_DOCUMENT_ENDS)

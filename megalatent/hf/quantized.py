@@ -18,6 +18,8 @@ from .modeling_megalatent import MegalatentForCausalLM
 
 __all__ = ["is_quantized", "load_quantized"]
 
+_WHOLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
 
 def is_quantized(folder: Path) -> bool:
     """Whether a folder holds a model quantised by modelopt."""
@@ -35,7 +37,7 @@ def load_quantized(folder: Path, dtype: torch.dtype | None = None) -> Any:
         dtype: of the model; None for that of the weights that were not quantised.
 
     Raises:
-        ValueError: a weight is quantised in a way that this function does not know.
+        ValueError: weights are missing, or quantised in a way that this function does not know.
         OSError: a file cannot be read.
     """
     from safetensors.torch import load_file
@@ -46,15 +48,26 @@ def load_quantized(folder: Path, dtype: torch.dtype | None = None) -> Any:
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= load_file(file)
-    kept = stored["model.embed_tokens.weight"].dtype
+    table = stored.get("model.embed_tokens.weight")
+    if table is None:
+        raise ValueError("model.embed_tokens.weight is missing: export it again")
     weights = {
-        name: _dequantized(name.removesuffix(".weight"), stored).to(dtype or kept)
+        name: _dequantized(name.removesuffix(".weight"), stored).to(dtype or table.dtype)
         for name in stored
         if not name.endswith(("_scale", "_scale_2"))
     }
-    model = MegalatentForCausalLM.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype or kept
+    model, info = MegalatentForCausalLM.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=dtype or table.dtype,
+        output_loading_info=True,
     )
+    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+        raise ValueError(
+            f"{', '.join(wrong[:3])} ({len(wrong)} in all) missing or of another model: export it"
+            " again"
+        )
     return model.eval()
 
 
@@ -63,6 +76,8 @@ def _dequantized(module: str, stored: dict[str, Tensor]) -> Tensor:
     weight = stored.get(f"{module}.weight", stored.get(module))
     assert weight is not None
     scale = stored.get(f"{module}.weight_scale")
+    if scale is None and weight.dtype not in _WHOLE:
+        raise ValueError(f"{module}.weight_scale is missing: export it again")
     if scale is not None:
         if weight.dtype == torch.uint8:
             weight = _unpacked(weight)

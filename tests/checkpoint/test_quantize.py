@@ -127,7 +127,6 @@ def test_each_way_of_storing_weights_is_read(
     """Weights quantised here by hand, from the description of the formats."""
     model = export(tmp_path, fusion="gated")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    del state["lm_head.weight"]
     stored, expected = dict(state), dict(state)
 
     eighth = "model.layers.0.self_attn.q_proj"
@@ -174,6 +173,11 @@ def test_each_way_of_storing_weights_is_read(
     out, err = capsys.readouterr()
     assert "quantised weights are expanded" in err
     assert set(out.split()) <= {*WORDS, "[unknown]"}
+    for lost in ("model.norm.weight", "model.embed_tokens.weight", f"{eighth}.weight_scale"):
+        rest = {name: tensor for name, tensor in stored.items() if name != lost}
+        save_file(rest, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"{lost} .*missing"):
+            load_quantized(tmp_path)
     stored[f"{eighth}.weight"] = rounded.to(torch.int16)
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="int16, which is unknown"):

@@ -13,6 +13,8 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 3}
     ("options", "message"),
     [
         ({"mode": "hard"}, r"mode='hard': choose one of standard, soft, fused"),
+        ({"mode": ""}, "mode='': choose one of"),
+        ({"mode": ["soft"]}, r"mode=\['soft'\]: choose one of"),
         ({"mode": "soft", "prefill_passes": 0}, "prefill_passes=0: give a whole number"),
         ({"mode": "soft", "prefill_passes": 1.5}, "prefill_passes=1.5"),
         ({"mode": "standard", "prefill_passes": 2}, "one plain pass"),
@@ -20,6 +22,7 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 3}
         ({"mode": "fused", "prefill_chunk_size": 2}, "a later pass reads states of the whole"),
         ({"mode": "soft", "cache_implementation": "quantized"}, "cannot carry the latent state"),
         ({"mode": "soft", "cache_implementation": "paged"}, "cannot carry the latent state"),
+        ({"mode": "soft", "guidance_scale": 1.5}, "unguided text would be decoded without"),
         ({"prompt_lookup_num_tokens": 2}, "several draft tokens at once"),
         ({"use_mtp": True}, "several draft tokens at once"),
         ({"num_passes": 2}, r"generate\(\) sets num_passes itself"),

@@ -39,6 +39,11 @@ _USER_ERROR = re.compile(r"megalatent: error: (?P<text>.+)")
 _BAD_LOSS = re.compile(
     r"loss of pass (?P<passes>[\d, ]+) is not finite at iteration (?P<iteration>\d+)"
 )
+# In torchrun's report, each line of which srun labels.
+_KILLED_UNDER_TORCHRUN = re.compile(
+    r"host +: (?P<host>\S+)\n.* rank +: (?P<rank>\d+) .*\n"
+    r".* exitcode +: -\d+ .*\((?P<signal>SIG(?!TERM)\w+)\)"  # SIGTERM is torchrun's own
+)
 _LOG_TAIL_BYTES = 200_000
 _ABORTED = re.compile(r"srun: .*(Job step aborted|forcing job termination)")
 _SIGNALS = ("killed", "segmentation fault", "bus error", "aborted", "out of memory", "floating")
@@ -87,9 +92,13 @@ def describe_failure(logs: Path, srun_lines: Iterable[str], returncode: int) -> 
     said = _search_node_logs(logs, _USER_ERROR)
     if said is not None:
         return redact(said["text"])
+    killed = _search_node_logs(logs, _KILLED_UNDER_TORCHRUN)
+    if killed is not None:
+        return f"rank {killed['rank']} on {killed['host']}: ended by {killed['signal']}"
     # a process that was killed leaves no error, but srun reports it before it ends the others
     ended = _first_end(srun_lines)
-    if ended is not None and (ended.by_signal or not records):
+    mute = ended is not None and ended.tasks not in {str(record.rank) for record in records}
+    if ended is not None and (ended.by_signal or not records or (mute and ended.tasks.isdigit())):
         return ended.text
     if records:
         return redact(str(records[0]))
@@ -134,6 +143,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 @dataclass(frozen=True)
 class _End:
+    tasks: str
     text: str
     by_signal: bool
 
@@ -145,7 +155,7 @@ def _first_end(srun_lines: Iterable[str]) -> _End | None:
             break  # from here on srun itself ends the others
         failed_node = _NODE_FAILED.search(line)
         if failed_node:
-            return _End(f"node {failed_node['node']} failed", by_signal=True)
+            return _End("", f"node {failed_node['node']} failed", by_signal=True)
         ended = _TASK_ENDED.search(line)
         if not ended:
             continue
@@ -153,8 +163,8 @@ def _first_end(srun_lines: Iterable[str]) -> _End | None:
         ranks = f"ranks {tasks}" if re.search("[,-]", tasks) else f"rank {tasks}"
         text = f"{ranks} on {ended['node']}: {ended['how'].strip()}"
         if ended["how"].strip().lower().startswith(_SIGNALS):
-            return _End(text, by_signal=True)
-        plain = plain or _End(text, by_signal=False)
+            return _End(tasks, text, by_signal=True)
+        plain = plain or _End(tasks, text, by_signal=False)
     return plain
 
 

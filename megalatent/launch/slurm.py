@@ -24,7 +24,10 @@ _COMMAND_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _PATIENT_ATTEMPTS = 30
 _NOT_REACHED = re.compile("Unable to contact|connect failure", re.I)
-_NO_ANSWER = re.compile("timed out|Unable to contact|Socket|connect failure", re.I)
+# The last one is what scontrol says of a controller that is away.
+_NO_ANSWER = re.compile(
+    "timed out|Unable to contact|Socket|connect failure|Unexpected message received", re.I
+)
 
 # Options whose variable is not SBATCH_ and the option's name.
 _VARIABLES = {

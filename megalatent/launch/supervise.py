@@ -305,10 +305,15 @@ class _Supervisor:
 
     def _note_last_save(self, state: State) -> None:
         """Ranks that Slurm ended may have saved after the attempt was written down."""
-        saved = self._last_saved()
-        if state.attempts[-1].to_iteration != saved and state.status != "failed":
-            state.attempts[-1].to_iteration = saved
-            self._folder.write_state(state)
+        saved, target = self._last_saved(), self._options.target_iterations
+        if state.attempts[-1].to_iteration == saved or state.status == "failed":
+            return
+        state.attempts[-1].to_iteration = saved
+        if target is not None and saved >= target:
+            self._say(f"finished all the same: the last checkpoint is of iteration {saved}")
+            self._folder.mark_finished(saved)
+            state.status = "finished"
+        self._folder.write_state(state)
 
     def _last_saved(self) -> int:
         newest = checkpoints.last_complete(self._folder.path)

@@ -27,6 +27,10 @@ KILLED = [
     "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.",
     "srun: error: node0: tasks 0-3: Exited with exit code 1",
 ]
+MUTE = [
+    "srun: error: node1: task 6: Exited with exit code 137",
+    "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.",
+]
 EXITED = [
     "srun: error: node0: tasks 0-1: Exited with exit code 1",
     "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.",
@@ -41,6 +45,8 @@ EXITED = [
         ([LOST, NCCL, REAL], EXITED, "rank 5 on node1: OutOfMemoryError: CUDA out of memory."),
         # nobody has a reason of his own: a killed rank leaves none
         ([LOST, NCCL], KILLED, "rank 6 on node1: Killed"),
+        # it ended without a word, and before those that lost it
+        ([LOST, NCCL], MUTE, "rank 6 on node1: Exited with exit code 137"),
         # killed by srun, after the others had ended
         ([LOST, NCCL], EXITED, "rank 1 on node0: DistBackendError: NCCL error: remote process"),
         ([], EXITED, "ranks 0-1 on node0: Exited with exit code 1"),
@@ -65,6 +71,22 @@ def test_a_wrong_config_is_quoted(tmp_path: Path) -> None:
     assert describe_failure(tmp_path, EXITED, 2) == "megatron.lr: missing"
     assert first_exit_code(["srun: error: n: task 0: Exited with exit code 2"], 143) == 2
     assert first_exit_code(["srun: error: n: task 0: Killed"], 137) == 137
+
+
+def test_a_rank_that_was_killed_under_torchrun(tmp_path: Path) -> None:
+    """srun sees torchrun end, which reports on its ranks; the others lost their peer."""
+    write_rank_error(tmp_path / "errors", LOST)
+    report = """\
+0: [1]:
+0:   time      : 2026-11-30_16:11:12
+0:   host      : node11
+0:   rank      : 1 (local_rank: 1)
+0:   exitcode  : -9 (pid: 62)
+0:   error_file: <N/A>
+""".replace("(pid: 62)", "(pid: 62)  (SIGKILL)")
+    (tmp_path / "node-node11.log").write_text(report)
+    said = describe_failure(tmp_path, EXITED, 1)
+    assert said == "rank 1 on node11: ended by SIGKILL"
 
 
 def test_a_bad_loss_that_was_only_printed(tmp_path: Path) -> None:

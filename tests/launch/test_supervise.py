@@ -267,6 +267,22 @@ def test_slurm_says_why_it_ends_a_job(
     assert requeues == (1 if outcome == "preempted" else 0)
 
 
+def test_a_run_that_ends_while_it_is_stopped_is_finished(supervised: Supervised) -> None:
+    """The script alone is told to end, and the ranks train on."""
+    supervised.start(STANDIN_FAULT="pause:0:12")
+    supervised.wait_for_iteration(11)
+    assert supervised.process is not None
+    for _ in range(2):
+        supervised.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    (supervised.folder.path / "go").touch()
+    code, said = supervised.end()
+    assert code == 0, said
+    assert (supervised.folder.finished() or {})["iteration"] == 20
+    assert supervised.state.status == "finished"
+    assert supervised.state.attempts[0].to_iteration == 20
+
+
 def test_a_second_run_in_the_folder_refuses(supervised: Supervised) -> None:
     supervised.start(STANDIN_STEP_SECONDS="0.3")
     supervised.wait_for_iteration(1)
@@ -471,6 +487,18 @@ def test_the_command_that_requeues_survives_the_signal_it_causes(supervised: Sup
     assert (supervised.slurm.folder / "requeued").read_text() == "done\n"
     # what comes after it still happens
     assert "update JobId=7 StartTime=now+60" in supervised.slurm.calls("scontrol")
+
+
+def test_a_controller_that_is_away_is_waited_for(supervised: Supervised) -> None:
+    script = supervised.slurm.folder / "scontrol"
+    away = """case "$1" in requeue) if [ ! -e "$F/asked" ]; then touch "$F/asked"
+    echo "Unexpected message received for job 7" >&2; exit 1; fi ;; esac
+    case"""
+    script.write_text(script.read_text().replace("case", away, 1))
+    code, said = supervised.run(STANDIN_FAULT="kill:1:5")
+    assert code == 0, said
+    assert supervised.slurm.calls("scontrol").count("requeue 7") == 2
+    assert supervised.state.status == "waiting"
 
 
 def test_a_task_of_an_array_requeues_itself_alone(supervised: Supervised) -> None:

@@ -150,12 +150,9 @@ def _tokens(path: Path) -> int | None:
 
 def _not_estimated(args: Any) -> str | None:
     """The option, if there is one, whose layers are not counted here."""
-    for name in ("multi_latent_attention", "mtp_num_layers", "hybrid_layer_pattern"):
+    for name in ("multi_latent_attention", "mtp_num_layers", "moe_latent_size"):
         if getattr(args, name, None):
             return f"megatron.{name}: {getattr(args, name)}"
-    for name in ("heterogeneous_layers_config_path", "experimental_attention_variant", "spec"):
-        if getattr(args, name, None):
-            return f"megatron.{name}"
     return None
 
 

@@ -232,6 +232,8 @@ def _rank(rank: int, job: _Job) -> Outcome:
     outcome.printed = printed.getvalue()
     chunks, optimizer = made["chunks"], made["optimizer"]
     outcome.weights = full_parameters(chunks)
+    if optimizer is None:  # nothing was to be trained
+        return outcome
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for state in part.optimizer.state.values():
             if "step" in state:

@@ -137,6 +137,20 @@ def test_additive_starts_as_the_plain_model(tmp_path: Path) -> None:
     assert third["1"] == third["2"]
 
 
+@pytest.mark.full
+def test_a_run_counted_in_samples_is_evaluated_alone(tmp_path: Path) -> None:
+    """Nothing is trained, so that nobody counts the iterations that phases are fractions of."""
+    schedule = [{"start": 0, "mixture": {1: 1.0}}, {"start": 0.5, "mixture": {2: 1.0}}]
+    samples = {**EVALUATED, "train_iters": None, "train_samples": 17, "lr_decay_iters": None}
+    latent, save = _latent("gated", schedule, 2), str(tmp_path / "run")
+    train(configuration(tmp_path, latent, save=save, **samples))
+    assert [len(passes) for passes in losses(tmp_path / "run").values()] == [1, 1, 2, 2]
+    alone = {"load": save, "skip_train": True, "no_load_optim": True, "no_load_rng": True}
+    latent = _latent("gated", schedule, 4)
+    printed = train(configuration(tmp_path, latent, **samples, **alone))[0].printed
+    assert re.search(r" latent validation by pass \|.*(\n.*){4}\|    4 \|", printed)
+
+
 def test_evaluation_changes_nothing(one_rank: Any, tmp_path: Path) -> None:
     """Training after an evaluation goes on as without one."""
     folder, _, _ = one_rank

@@ -82,7 +82,7 @@ full = pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "changed", "rates"),
     [
-        pytest.param({}, OVERRIDE, {1e-3}, id="the-runs"),
+        pytest.param({}, OVERRIDE, {1e-3}, id="the-runs", marks=full),
         pytest.param(SHARDED, OVERRIDE, {1e-3}, id="the-runs-sharded", marks=full),
         pytest.param(SHARDED, KEEP, {3e-3}, id="the-checkpoints-sharded"),
         pytest.param(NORMUON, OVERRIDE, {1e-3}, id="the-runs-normuon"),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Sample", "add_generate_parser", "run_generate_command"]
 
 _MODES = ("standard", "soft", "fused")  # decoding_megalatent.MODES, without importing torch
+_COLDEST = 1e-6  # below, a logit divided by the temperature may be infinite
 _DESCRIPTION = """\
 Generate text with a Hugging Face export. Modes: standard reads and writes plain tokens; soft fuses
 every generated token with the state of the position before; fused also reads the prompt a second
@@ -116,6 +117,10 @@ def _check(args: argparse.Namespace) -> None:
     ):
         if not low <= value < math.inf:  # not a number is neither
             raise UserError(f"{name} {value}: give at least {low}.")
+    if 0 < args.temperature < _COLDEST:
+        raise UserError(
+            f"--temperature {args.temperature}: give 0, which is greedy, or at least {_COLDEST}."
+        )
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed}: give a number from 0 to 2^63 - 1.")
     if "" in args.stop:
@@ -183,7 +188,14 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
         model.to(device)
     except UserError:
         raise
-    except (OSError, ValueError, SafetensorError, StrictDataclassError, RuntimeError) as error:
+    except (
+        OSError,
+        ValueError,
+        SafetensorError,
+        StrictDataclassError,
+        RuntimeError,
+        AssertionError,  # of torch, for a device that it was built without
+    ) as error:
         raise UserError(f"{args.model} cannot be loaded: {error}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(kind):
@@ -200,7 +212,7 @@ def _tokenizer(model: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the tokenizers package raises no other kind
         raise UserError(f"the tokenizer of {model} cannot be loaded: {error}") from error
 
 
@@ -209,7 +221,7 @@ def _generate(
 ) -> Sample:
     """One text in one mode; with --stream it is printed while it grows."""
     import torch
-    from transformers import TextStreamer
+    from transformers import StopStringCriteria, TextStreamer
 
     decoding: dict[str, Any] = {"mode": mode}
     if args.prefill_passes is not None and not (args.compare and mode != "fused"):
@@ -229,22 +241,34 @@ def _generate(
     if args.temperature > 0:
         sampling |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     if args.stop:
+        try:
+            StopStringCriteria(tokenizer, args.stop)
+        except ValueError as error:
+            raise UserError(
+                f"--stop cannot be used with the tokenizer of this model ({error}): leave it out."
+            ) from error
         sampling |= {"stop_strings": args.stop, "tokenizer": tokenizer}
     if args.stream:
         sampling["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     want_probability = args.compare or args.json
     torch.manual_seed(args.seed)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=args.max_new_tokens,
-        num_beams=args.num_beams,
-        return_dict_in_generate=True,
-        output_logits=want_probability,
-        pad_token_id=_pad_token_id(model, tokenizer),
-        **decoding,
-        **sampling,
-    )
+    try:
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=args.max_new_tokens,
+            num_beams=args.num_beams,
+            return_dict_in_generate=True,
+            output_logits=want_probability,
+            pad_token_id=_pad_token_id(model, tokenizer),
+            **decoding,
+            **sampling,
+        )
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{model.device} is out of memory: give --dtype bfloat16, fewer --num-beams, a shorter"
+            " prompt or --device cpu."
+        ) from error
     tokens = out.sequences[0, ids.shape[1] :]
     return Sample(
         prompt=prompt,

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from megalatent.generate_command import add_generate_parser, run_generate_command
+from megalatent.hf import MegalatentForCausalLM
 from tests.hf.reference import FBT, TINY, Reference, tiny_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,:;!?'-()=+"  # token 0 is padding
@@ -149,6 +150,7 @@ def test_the_seed_decides_a_sample(export, capsys) -> None:
         (["--prompt", "a", "--temperature", -1], "--temperature -1.0"),
         (["--prompt", "a", "--temperature", "nan"], "--temperature nan"),
         (["--prompt", "a", "--temperature", "inf"], "--temperature inf"),
+        (["--prompt", "a", "--temperature", 1e-320], "give 0, which is greedy"),
         (["--prompt", "a", "--seed", 10**30], "--seed 1000"),
         (["--prompt", "a", "--stop", ""], "--stop ''"),
         (["--prompt", "\ud800"], "no valid UTF-8"),
@@ -209,6 +211,7 @@ def _make_llama(folder) -> None:
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "the tokenizer of"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "the tokenizer of"),
     ],
 )
 def test_damaged_exports_are_refused(export, tmp_path, capsys, damage, message) -> None:
@@ -217,6 +220,23 @@ def test_damaged_exports_are_refused(export, tmp_path, capsys, damage, message) 
     assert run(folder, "--prompt", "a") == 2
     err = capsys.readouterr().err
     assert message in err.splitlines()[-1]
+
+
+def test_stop_strings_of_which_the_tokenizer_knows_nothing(export, tmp_path, capsys) -> None:
+    folder = damaged(export, tmp_path, lambda folder: None)
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1}, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>").save_pretrained(folder)
+    assert run(folder, "--prompt", "a", "--stop", "a", "--max-new-tokens", 2) == 2
+    assert "--stop cannot be used with the tokenizer" in capsys.readouterr().err
+
+
+def test_a_device_without_enough_memory(export, capsys, monkeypatch) -> None:
+    def generate(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(MegalatentForCausalLM, "generate", generate)
+    assert run(export, "--prompt", "a", "--max-new-tokens", 2) == 2
+    assert "cpu is out of memory: give --dtype bfloat16" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there(capsys) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy
 
 from megalatent.hf import MegalatentConfig, MegalatentForCausalLM
@@ -302,3 +303,23 @@ def test_a_model_without_fusion_has_one_pass() -> None:
         model(prompts(1, 3), num_passes=2)
     with pytest.raises(ValueError, match="needs a fusion"):
         model(prompts(1, 3), use_carried_state=True)
+
+
+@pytest.mark.parametrize("input_norm", ["fused", "all"])
+def test_the_fusion_may_be_on_another_device(input_norm: str) -> None:
+    """As a device map puts it, whose hooks bring a module's inputs to it. Nothing is computed."""
+
+    def bring(module, args):
+        weight = next(module.parameters(recurse=False), None)
+        return args if weight is None else tuple(arg.to(weight.device) for arg in args)
+
+    model, ids = tiny_model(input_norm=input_norm), prompts(2, 6)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fusion = model.model.fusion.to("cuda")
+        for module in fusion.modules():
+            module.register_forward_pre_hook(bring)
+        fusion.register_forward_pre_hook(lambda _, args: tuple(arg.to("cuda") for arg in args))
+        out = model(ids, num_passes=3, use_cache=True)
+        step = model(ids[:, :1], past_key_values=out.past_key_values, use_carried_state=True)
+    assert out.logits.device.type == step.logits.device.type == "cpu"
+    assert step.logits.shape == (2, 1, 40)

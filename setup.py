@@ -7,6 +7,7 @@ goes on, and `megalatent doctor` says what is missing. MEGALATENT_KERNELS=none s
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -26,6 +27,14 @@ _spec.loader.exec_module(kernels_build)
 class BuildKernels(build_ext):
     """Hands each extension to kernels/build.py, and lets none of them stop the installation."""
 
+    def run(self) -> None:
+        # The folder may hold what an earlier installation built; what is not asked for now would
+        # be installed with the rest, of older sources perhaps.
+        for part in set(kernels_build.PARTS) - set(parts):
+            left = Path(self.build_lib, "megalatent", "kernels", f"_kernels_{part}.so")
+            left.unlink(missing_ok=True)
+        super().run()
+
     def get_ext_filename(self, fullname: str) -> str:
         # Not bound to a version of Python: the libraries are loaded by torch.
         return str(Path(*fullname.split("."))) + ".so"
@@ -44,7 +53,8 @@ class BuildKernels(build_ext):
 
 def build_requirements(parts: tuple[str, ...]) -> list[str]:
     """Torch's headers are needed; an isolated build brings torch only where none can be read."""
-    compiler = any(shutil.which(name) for name in ("g++", "c++", "clang++"))
+    names = ("g++", "c++", "clang++")
+    compiler = "CXX" in os.environ or any(shutil.which(name) for name in names)
     return ["torch>=2.13"] if parts and compiler and not kernels_build.find_torch_headers() else []
 
 

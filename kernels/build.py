@@ -8,7 +8,8 @@ takes seconds and the result works with later versions of torch.
 Environment:
     MEGALATENT_KERNELS     parts to build on install: "cpu,cuda" (default), "cpu" or "none"
     MEGALATENT_CUDA_ARCHS  compute capabilities, default "90;100"; the last one also as PTX
-    CXX, CUDA_HOME         the compiler and the CUDA toolkit, if the found ones are not the right
+    CXX                    the compiler, if the found one is not the right; with flags, or ccache
+    CUDA_HOME, CUDA_PATH   the folder of the CUDA toolkit, if the found one is not the right
     MAX_JOBS               compilers run at once, default the number of processors
 """
 
@@ -21,9 +22,11 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -93,22 +96,35 @@ def build_all(parts: tuple[str, ...], output: Path) -> dict[str, dict[str, str]]
             continue
         try:
             report[part] = {"status": "built", "detail": build(part, output)}
-        except BuildError as error:
+        except (BuildError, OSError) as error:
             # An older library would not match the sources any more.
             (output / f"_kernels_{part}.so").unlink(missing_ok=True)
             report[part] = {"status": "not built", "detail": str(error)}
         print(f"kernels: {part}: {report[part]['status']} ({report[part]['detail']})")
+    _add_to_report(output, report)
+    return report
+
+
+def _add_to_report(output: Path, rows: dict[str, dict[str, str]]) -> None:
+    """Parts that were not tried keep what an earlier build said of them."""
     output.mkdir(parents=True, exist_ok=True)
     path = output / REPORT_NAME
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(known | report, indent=1) + "\n")
-    return report
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):  # none yet, or cut off
+        known = {}
+    # Replaced at once: another build, or a run, may be reading it.
+    with tempfile.NamedTemporaryFile("w", dir=output, delete=False) as copy:
+        copy.write(json.dumps(known | rows, indent=1) + "\n")
+    os.chmod(copy.name, 0o644)
+    os.replace(copy.name, path)
 
 
 def parts_for_install() -> tuple[str, ...]:
     """Parts that `pip install` tries, from MEGALATENT_KERNELS."""
     wanted = os.environ.get("MEGALATENT_KERNELS", "cpu,cuda")
-    parts = tuple(name for name in wanted.split(",") if name not in ("", "none"))
+    named = (name.strip() for name in wanted.split(","))
+    parts = tuple(name for name in named if name not in ("", "none"))
     unknown = [name for name in parts if name not in PARTS]
     if unknown:
         raise SystemExit(
@@ -147,8 +163,17 @@ def find_torch_headers() -> Path | None:
 
 
 def find_cuda() -> Path | None:
-    """The CUDA toolkit's folder. `nvcc` on the PATH may be a wrapper script, so ask it last."""
-    candidates = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
+    """The CUDA toolkit's folder. `nvcc` on the PATH may be a wrapper script, so ask it last.
+
+    Raises:
+        BuildError: CUDA_HOME or CUDA_PATH is set to a folder that is none.
+    """
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if given := os.environ.get(name):
+            if _cuda_headers(Path(given)) is None:
+                raise BuildError(f"{name}={given} holds no CUDA toolkit: set it right or unset it")
+            return Path(given).resolve()
+    candidates = []
     nvcc = shutil.which("nvcc")
     if nvcc is not None:
         candidates.append(str(Path(nvcc).resolve().parent.parent))
@@ -160,24 +185,48 @@ def find_cuda() -> Path | None:
                 candidates.append(line.removeprefix("#$ TOP=").strip('"'))
     candidates.append("/usr/local/cuda")
     for candidate in filter(None, candidates):
-        folder = Path(candidate).resolve()
-        if (folder / "bin/nvcc").exists() and (folder / "include/cuda_runtime.h").exists():
-            return folder
+        if _cuda_headers(Path(candidate)) is not None:
+            return Path(candidate).resolve()
     return None
 
 
-def _compiler() -> list[str]:
-    command = shlex.split(os.environ.get("CXX", ""))
+def _cuda_headers(toolkit: Path) -> Path | None:
+    """Where cuda_runtime.h is, if `toolkit` is one; conda's have it under `targets` alone."""
+    if not (toolkit / "bin/nvcc").exists():
+        return None
+    folders = (toolkit / "include", *sorted(toolkit.glob("targets/*/include")))
+    return next((folder for folder in folders if (folder / "cuda_runtime.h").exists()), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiler:
+    """The C++ compiler: all words of the command, itself, and the flags that it is given."""
+
+    command: list[str]
+    program: str
+    flags: list[str]
+
+
+def _compiler() -> _Compiler:
+    given = os.environ.get("CXX", "")
+    try:
+        command = shlex.split(given)
+    except ValueError as error:
+        raise BuildError(f"CXX={given} is not a command: {error}") from None
     command = command or [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
-    if not command or not shutil.which(command[0]):
+    if not command:
         raise BuildError("no C++ compiler: install g++ (12 or later) or set CXX")
-    return command
+    # "ccache g++ -m64": the last word before the flags is the compiler.
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), command))
+    for word in (command[0], *words[-1:]):
+        if not shutil.which(word):
+            raise BuildError(f"no C++ compiler: CXX={given}: there is no program {word!r}")
+    return _Compiler(command, words[-1], command[len(words) :])
 
 
 @functools.cache
 def _version_of(command: str) -> str:
-    done = subprocess.run([command, "--version"], capture_output=True, text=True)
-    return done.stdout.strip()
+    return _output([command, "--version"]).strip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,11 +248,8 @@ def _torch(*libraries: str) -> _Torch:
     # No rpath: torch is imported first, and its libraries are then found by their names.
     link = [f"-L{folder}", "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
     version = (headers / "torch/headeronly/version.h").read_text()
-    return _Torch([_TARGET, "-isystem", str(headers)], link, version)
-
-
-def _sources_flag() -> str:
-    return f'-DMEGALATENT_SOURCES="{source_hash()}"'
+    own = f'-DMEGALATENT_SOURCES="{source_hash()}"'
+    return _Torch([_TARGET, own, "-isystem", str(headers)], link, version)
 
 
 def _plan_cpu() -> Plan:
@@ -211,12 +257,10 @@ def _plan_cpu() -> Plan:
     torch = _torch("torch_cpu")
     x86 = platform.machine() in ("x86_64", "AMD64")
     avx2 = ["-DMEGALATENT_HAS_AVX2"] if x86 else []
-    host = [*compiler, *_HOST_FLAGS, "-c"]
+    host = [*compiler.command, *_HOST_FLAGS, "-c"]
     isa = str(SOURCES / "cpu/isa.cpp")
     compiles = {
-        "operators": [
-            *(*host, "-O2", *torch.compile, _sources_flag(), str(SOURCES / "operators_cpu.cpp"))
-        ],
+        "operators": [*host, "-O2", *torch.compile, str(SOURCES / "operators_cpu.cpp")],
         "schemas": [*host, "-O2", *torch.compile, str(SOURCES / "schemas.cpp")],
         "dispatch": [*host, "-O2", *avx2, str(SOURCES / "cpu/dispatch.cpp")],
         "baseline": [*host, *_KERNEL_FLAGS, "-DMEGALATENT_ISA=baseline", isa],
@@ -224,9 +268,9 @@ def _plan_cpu() -> Plan:
     if x86:
         fast = ["-mavx2", "-mfma", "-mf16c", "-DMEGALATENT_ISA=avx2", *avx2]
         compiles["avx2"] = [*host, *_KERNEL_FLAGS, *fast, isa]
-    detail = f"{compiler[-1]}, {'baseline and avx2' if x86 else platform.machine()}"
-    link = [*compiler, "-shared", *torch.link]
-    return Plan(compiles, link, detail, _version_of(compiler[0]) + torch.version)
+    detail = f"{compiler.program}, {'baseline and avx2' if x86 else platform.machine()}"
+    link = [*compiler.command, "-shared", *torch.link]
+    return Plan(compiles, link, detail, _version_of(compiler.program) + torch.version)
 
 
 def _plan_cuda() -> Plan:
@@ -236,49 +280,65 @@ def _plan_cuda() -> Plan:
         raise BuildError("no CUDA toolkit: put nvcc on the PATH or set CUDA_HOME")
     torch = _torch("torch_cpu", "torch_cuda")
     nvcc = str(cuda / "bin/nvcc")
-    names, targets = _architectures(nvcc)
-    host = [*compiler, *_HOST_FLAGS, "-c"]
+    names, targets, unknown = _architectures(nvcc)
+    host = [*compiler.command, *_HOST_FLAGS, "-c"]
     device = [
-        *(nvcc, "-std=c++17", "-O3", "-ccbin", compiler[0], "-Xcompiler", "-fPIC", "-c"),
+        *(nvcc, "-std=c++17", "-O3", "-ccbin", compiler.program, "-c"),
+        *(part for flag in ("-fPIC", *compiler.flags) for part in ("-Xcompiler", flag)),
         *("--fmad=true", "--expt-relaxed-constexpr", *targets),
     ]
     compiles = {path.stem: [*device, str(path)] for path in sorted((SOURCES / "cuda").glob("*.cu"))}
     built_for = f'-DMEGALATENT_ARCHITECTURES="{";".join(names)}"'
     compiles["operators_cuda"] = [
-        *(*host, "-O2", "-DUSE_CUDA", *torch.compile, "-isystem", str(cuda / "include")),
-        *(_sources_flag(), built_for, str(SOURCES / "operators_cuda.cpp")),
+        *(*host, "-O2", "-DUSE_CUDA", *torch.compile, "-isystem", str(_cuda_headers(cuda))),
+        *(built_for, str(SOURCES / "operators_cuda.cpp")),
     ]
     # The runtime is linked in, so that the library does not depend on which one torch brings.
     library = next(iter(sorted(cuda.glob("lib*/**/libcudart_static.a"))), None)
     library = library or next(iter(sorted(cuda.glob("targets/*/lib/libcudart_static.a"))), None)
     if library is None:
         raise BuildError(f"{cuda} has no libcudart_static.a: install the toolkit's runtime library")
-    link = [*compiler, "-shared", "-Wl,--exclude-libs,ALL", *torch.link]
+    link = [*compiler.command, "-shared", "-Wl,--exclude-libs,ALL", *torch.link]
     link += [str(library), "-ldl", "-lrt", "-lpthread"]
     detail = f"{cuda}, sm_{', sm_'.join(names)}"
-    versions = _version_of(nvcc) + _version_of(compiler[0]) + torch.version
+    if unknown:
+        detail += f"; this nvcc does not know sm_{', sm_'.join(unknown)}"
+    versions = _version_of(nvcc) + _version_of(compiler.program) + torch.version
     return Plan(compiles, link, detail, versions)
 
 
-def _architectures(nvcc: str) -> tuple[list[str], list[str]]:
-    """Names ("90", "100+PTX") and nvcc flags of the cards to build for."""
-    listed = os.environ.get("MEGALATENT_CUDA_ARCHS", "90;100").replace(",", ";").replace(".", "")
-    wanted = [name for name in listed.split(";") if name]
-    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
-    usable = [name for name in wanted if f"compute_{name.rstrip('af')}" in known.split()]
+# A compute capability, also as torch and nvcc write them. The kernels use nothing that only one
+# card has, so that what is built for 9.0 serves "90a" too.
+_CAPABILITY = re.compile(r"(?:sm_|compute_)?(\d+)\.?(\d)[af]?(?:\+PTX)?", re.IGNORECASE)
+
+
+def _architectures(nvcc: str) -> tuple[list[str], list[str], list[str]]:
+    """Names ("90", "100+PTX") and nvcc flags of the cards to build for; those it does not know."""
+    listed = os.environ.get("MEGALATENT_CUDA_ARCHS", "").strip() or "90;100"
+    wanted: list[str] = []
+    for word in filter(None, re.split(r"[;,\s]+", listed)):
+        found = _CAPABILITY.fullmatch(word)
+        if found is None:
+            raise BuildError(
+                f"MEGALATENT_CUDA_ARCHS={listed}: {word!r} is not a compute capability; "
+                "give for example 90;100"
+            )
+        name = found[1] + found[2]
+        wanted += [name] if name not in wanted else []
+    known = _output([nvcc, "--list-gpu-arch"]).split()
+    usable = [name for name in wanted if f"compute_{name}" in known]
     if not usable:
         raise BuildError(f"this nvcc does not build for any of sm_{', sm_'.join(wanted)}")
     flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in usable]
     last = usable[-1]
     flags[-1] = f"-gencode=arch=compute_{last},code=[sm_{last},compute_{last}]"
-    return [*usable[:-1], f"{last}+PTX"], flags
+    return [*usable[:-1], f"{last}+PTX"], flags, [name for name in wanted if name not in usable]
 
 
 def _run_plan(plan: Plan, library: Path) -> None:
-    jobs = int(os.environ.get("MAX_JOBS", "0")) or os.cpu_count() or 1
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         objects = {name: str(Path(scratch) / f"{name}.o") for name in plan.compiles}
-        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        with concurrent.futures.ThreadPoolExecutor(_jobs()) as pool:
             commands = [[*plan.compiles[name], "-o", objects[name]] for name in plan.compiles]
             list(pool.map(_run, commands))
         finished = str(Path(scratch) / library.name)
@@ -287,8 +347,24 @@ def _run_plan(plan: Plan, library: Path) -> None:
         os.replace(finished, library)
 
 
+def _jobs() -> int:
+    given = os.environ.get("MAX_JOBS", "").strip() or "0"
+    if not given.isdecimal():
+        raise BuildError(f"MAX_JOBS={given} is not a number of compilers: give 1 or more")
+    return int(given) or os.cpu_count() or 1
+
+
+def _output(command: list[str]) -> str:
+    """What a program that must run prints."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip().splitlines() or [f"status {done.returncode}"]
+        raise BuildError(f"{shlex.join(command)} failed: {said[-1]}")
+    return done.stdout
+
+
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
         sys.stderr.write(f"{shlex.join(command)}\n{done.stdout}{done.stderr}\n")
         first = next(
@@ -307,7 +383,11 @@ def main() -> int:
         "--require", action="store_true", help="exit with 1 if a named part was not built"
     )
     arguments = parser.parse_args()
-    report = build_all(tuple(arguments.parts) or PARTS, arguments.output)
+    try:
+        report = build_all(tuple(arguments.parts) or PARTS, arguments.output)
+    except OSError as error:
+        print(f"kernels: error: {error}", file=sys.stderr)
+        return 1
     failed = any(row["status"] != "built" for row in report.values())
     return 1 if arguments.require and failed else 0
 

@@ -152,9 +152,10 @@ def test_architectures_that_nvcc_lacks_are_left_out(build_script, monkeypatch, t
     nvcc.write_text("#!/bin/sh\necho compute_80\necho compute_90\n")
     nvcc.chmod(0o755)
     monkeypatch.setenv("MEGALATENT_CUDA_ARCHS", "9.0;100")
-    names, flags = build_script._architectures(str(nvcc))
+    names, flags, unknown = build_script._architectures(str(nvcc))
     assert names == ["90+PTX"]
     assert flags == ["-gencode=arch=compute_90,code=[sm_90,compute_90]"]
+    assert unknown == ["100"]
     monkeypatch.setenv("MEGALATENT_CUDA_ARCHS", "100")
     with pytest.raises(build_script.BuildError, match="does not build for any of sm_100"):
         build_script._architectures(str(nvcc))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import importlib.metadata
+import itertools
 import json
 import os
 import platform as host
@@ -151,7 +152,9 @@ def _without_torch(
 
 
 def _compiler() -> Finding:
-    wanted = os.environ.get("CXX", "").split()[:1] or ["g++", "c++", "clang++"]
+    # "ccache g++ -m64": the last word before the flags, as kernels/build.py has it.
+    given = itertools.takewhile(lambda word: word[0] != "-", os.environ.get("CXX", "").split())
+    wanted = list(given)[-1:] or ["g++", "c++", "clang++"]
     found = next((path for path in map(shutil.which, wanted) if path), None)
     if found is None:
         return Finding("C++ compiler", "absent", "the kernels cannot be built here: install g++")

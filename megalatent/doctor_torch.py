@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +46,7 @@ def compiled_cpu() -> Finding:
 
     state = extension.cpu_library()
     if not state.loaded:
-        return Finding("kernels: C++", "absent", state.reason)
+        return Finding("kernels: C++", "broken" if state.built else "absent", state.reason)
     return tried("kernels: C++", "cuda", "cpu", f"sources {state.information['sources']}")
 
 
@@ -63,7 +62,7 @@ def compiled_cuda() -> Finding:
     except UserError as error:
         return Finding(name, "broken", str(error))
     if not state.loaded:
-        return Finding(name, "absent", state.reason)
+        return Finding(name, "broken" if state.built else "absent", state.reason)
     built = (
         f"built for {', '.join('sm_' + a for a in state.information['architectures'].split(';'))}"
     )
@@ -85,7 +84,9 @@ def triton() -> Finding:
     obstacle = choice.triton_obstacle(device, torch.bfloat16)
     if obstacle is not None:
         return Finding(name, "absent", obstacle)
-    return tried(name, "triton", device, f"triton {importlib.metadata.version('triton')}")
+    import triton
+
+    return tried(name, "triton", device, f"triton {triton.__version__}")
 
 
 def chosen() -> Finding:

@@ -94,6 +94,13 @@ def test_a_tool_that_fails_is_broken(tmp_path, script, said):
     assert (finding.status, said in finding.detail) == ("broken", True)
 
 
+def test_the_compiler_behind_a_launcher_is_named(monkeypatch):
+    monkeypatch.setenv("CXX", "env g++ -O1")
+    finding = doctor._compiler()
+    assert finding.status == "ok"
+    assert "g++" in finding.detail
+
+
 def test_table_and_status(monkeypatch, capsys):
     rows = [
         doctor.Finding("one", "ok", "1.2 [gpu]", needed=True),

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import logging
 import os
+import shutil
 import typing
 
 import torch
@@ -105,6 +106,15 @@ def triton_obstacle(device_type: str, dtype: torch.dtype) -> str | None:
         return "on a CPU they only run interpreted, for tests: set TRITON_INTERPRET=1"
     if device_type not in ("cpu", "cuda"):
         return f"they are not written for {device_type} devices"
+    # Triton compiles its launchers when they are first called.
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not (interpreted or any(map(shutil.which, compilers))):
+        return "Triton needs a C compiler as it runs, and there is none: install gcc or set CC"
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # a broken package may raise anything
+        said = str(error).strip().splitlines()[:1]
+        return f"`import triton` fails: {': '.join([type(error).__name__, *said])}"
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import hashlib
 import json
 from pathlib import Path
 
@@ -29,12 +30,13 @@ class LibraryState:
     """Whether one library is loaded; if not, why and what to do.
 
     `information` is what the library says of its own build: `sources` (a hash), and for CUDA
-    `architectures` ("90;100+PTX").
+    `architectures` ("90;100+PTX"). `built` says whether there is a library at all.
     """
 
     loaded: bool
     reason: str
     information: dict[str, str]
+    built: bool = False
 
 
 @functools.cache
@@ -69,24 +71,44 @@ def cuda_library() -> LibraryState:
 
 def build_report() -> dict[str, dict[str, str]]:
     """What the last build wrote about each part: `{"cuda": {"status": …, "detail": …}, …}`."""
-    path = _FOLDER / REPORT_NAME
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        found: dict[str, dict[str, str]] = json.loads((_FOLDER / REPORT_NAME).read_text())
+    except (OSError, ValueError):  # no build left one, or one is cut off
+        return {}
+    return found
 
 
 def _load(part: str) -> LibraryState:
     path = _FOLDER / f"_kernels_{part}.so"
     if not path.exists():
-        built = build_report().get(part)
-        why = f"not built ({built['detail']})" if built else "not built"
+        tried = build_report().get(part, {})
+        failed = tried.get("status") == "not built"
+        why = f"not built ({tried['detail']})" if failed else "not built"
         return LibraryState(False, f"{why}; {_REMEDY}", {})
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
         # torch wraps the linker's own words, which name the missing symbol or library.
         cause = error.__cause__ or error
-        return LibraryState(False, f"{path.name} does not load: {cause}; {_REMEDY}", {})
+        return LibraryState(False, f"{path.name} does not load: {cause}; {_REMEDY}", {}, True)
     library = ctypes.CDLL(str(path))
     describe = getattr(library, f"megalatent_{part}_build_information")
     describe.restype = ctypes.c_char_p
     information = json.loads(describe().decode())
-    return LibraryState(True, "loaded", information)
+    present = _checkout_sources()
+    if present not in (None, information["sources"]):
+        why = f"{path.name} was built from other sources than this checkout's"
+        return LibraryState(False, f"{why}; {_REMEDY}", information, True)
+    return LibraryState(True, "loaded", information, True)
+
+
+def _checkout_sources() -> str | None:
+    """Hash of the kernels' sources if they lie beside the package, as kernels/build.py takes it."""
+    folder = _FOLDER.parents[1] / "kernels" / "src"
+    if not (folder / "contract.h").exists():
+        return None  # installed: the libraries came with the package
+    digest = hashlib.sha256()
+    suffixes = (".h", ".cuh", ".cpp", ".cu")
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in suffixes):
+        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 
 import pytest
 import torch
@@ -85,6 +86,21 @@ def test_triton_on_a_cpu_must_be_interpreted(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="set TRITON_INTERPRET=1"):
         select("triton", "cpu", torch.float32)
+
+
+def test_triton_that_cannot_run_is_passed_over(monkeypatch):
+    """Broken, or on a machine without a C compiler: `auto` goes on to PyTorch and says why."""
+    monkeypatch.setattr(choice, "cuda_library", lambda: MISSING)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    backend = select("auto", "cuda", torch.bfloat16)
+    assert backend.name == "torch"
+    assert "there is none: install gcc or set CC" in backend.reason
+    monkeypatch.setenv("CC", "true")
+    monkeypatch.setitem(sys.modules, "triton", None)  # its import then fails
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match="`import triton` fails: ModuleNotFoundError"):
+        select("triton", "cuda", torch.bfloat16)
 
 
 def test_a_backend_is_copied_with_its_model(backend):

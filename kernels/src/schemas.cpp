@@ -19,8 +19,8 @@ STABLE_TORCH_LIBRARY(megalatent, m) {
   m.def("additive_backward(Tensor dx, Tensor fused_mask) -> Tensor");
   m.def(
       "shift_jitter(Tensor h, Tensor boundary, Tensor source, Tensor position, Tensor sample,"
-      " int k, int seed, float sigma) -> Tensor");
+      " SymInt k, int seed, float sigma) -> Tensor");
   m.def(
-      "shift_jitter_backward(Tensor dout, Tensor source, int boundary_rows)"
+      "shift_jitter_backward(Tensor dout, Tensor source, SymInt boundary_rows)"
       " -> (Tensor dh, Tensor dboundary)");
 }

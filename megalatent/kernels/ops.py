@@ -32,8 +32,8 @@ SCHEMAS = {
     "additive": "(Tensor a, Tensor e, Tensor fused_mask) -> Tensor",
     "additive_backward": "(Tensor dx, Tensor fused_mask) -> Tensor",
     "shift_jitter": "(Tensor h, Tensor boundary, Tensor source, Tensor position, Tensor sample,"
-    " int k, int seed, float sigma) -> Tensor",
-    "shift_jitter_backward": "(Tensor dout, Tensor source, int boundary_rows)"
+    " SymInt k, int seed, float sigma) -> Tensor",
+    "shift_jitter_backward": "(Tensor dout, Tensor source, SymInt boundary_rows)"
     " -> (Tensor dh, Tensor dboundary)",
 }
 
@@ -103,6 +103,8 @@ def register_formulas(namespace: str) -> None:
         torch.library.register_autograd(
             f"{namespace}::{name}", make_backward(ops), setup_context=setup
         )
+    for name in SCHEMAS.keys() - _GRADIENTS.keys():
+        torch.library.register_autograd(f"{namespace}::{name}", _no_second_derivative)
 
 
 def _contiguous(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -267,6 +269,14 @@ def _shift_gradient(ops: SimpleNamespace) -> Callable[..., tuple[torch.Tensor | 
         return dh, dboundary, None, None, None, None, None, None
 
     return backward
+
+
+def _no_second_derivative(ctx: Any, *gradients: torch.Tensor | None) -> None:
+    """Without it torch would go on as if the gradients were constants."""
+    raise NotImplementedError(
+        "the fast fusion kernels can be differentiated once; for second derivatives write "
+        "latent.fusion.kernel: torch"
+    )
 
 
 _Gradient = tuple[Callable[..., None], Callable[[SimpleNamespace], Callable[..., Any]]]

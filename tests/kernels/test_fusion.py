@@ -231,6 +231,19 @@ def test_only_the_wanted_gradients(seeded, backend):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_are_refused(kind, seeded, backend):
+    """They would silently lack what the gradients depend on."""
+    case = make_case(kind, torch.ones((3, 1), dtype=torch.bool), 16, torch.float32)
+    leaves = [tensor.requires_grad_() for tensor in case.differentiable]
+    norm = [leaves.pop()] if kind != "additive" else []
+    rest = (*norm, EPS) if norm else ()
+    x = getattr(backend, kind)(*leaves, case.mask, *rest)
+    (du,) = torch.autograd.grad(x.square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"differentiated once.*kernel: torch"):
+        (du.square().sum() + x.sum()).backward()
+
+
 @pytest.mark.full
 def test_more_than_2_to_31_elements(compiled):
     """Rows whose offset does not fit 32 bits; 13 GB of memory."""

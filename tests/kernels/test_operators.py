@@ -116,6 +116,36 @@ def test_torch_compile(compiled):
     assert "traced" in run_python(_COMPILE, TORCHDYNAMO_DISABLE="0")
 
 
+_DYNAMIC = """
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from megalatent.kernels import select
+backend = select("cuda", "cpu", torch.float32)
+
+def step(h, boundary, g, e, mask, w, source, position, k):
+    h = backend.shift_jitter(h, boundary, source, position, position, k, 1, 0.1)
+    return backend.gated(h, g, e, mask, w, 1e-5)
+
+counter = CompileCounterWithBackend("aot_eager")
+compiled = torch.compile(step, fullgraph=True, backend=counter)
+for s in range(4, 9):
+    leaves = [torch.randn(n, 2, 16, requires_grad=True) for n in (s, s // 2, s, s)]
+    rest = (torch.rand(s, 2) > 0.5, torch.rand(16), torch.arange(s) - 1)
+    results = []
+    for run in (step, compiled):
+        out = run(*leaves, *rest, torch.zeros(s, 2, dtype=torch.int64), s)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(torch.equal(one, other) for one, other in zip(*results)), "compiled differs"
+print("graphs:", counter.frame_count)
+"""
+
+
+def test_torch_compile_with_other_shapes(compiled):
+    """Five lengths, numbers of boundary rows and passes do not need a graph each."""
+    graphs = int(run_python(_DYNAMIC, TORCHDYNAMO_DISABLE="0").removeprefix("graphs: "))
+    assert graphs <= 3
+
+
 _ISA = """
 import ctypes, torch
 from megalatent.kernels import extension

@@ -11,7 +11,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megalatent import kernels
-from megalatent.config import Config
+from megalatent.config import Config, FusionConfig
+from megalatent.kernels.choice import sentence
 from megalatent.launch.rank import report
 from megalatent.model.batch import RowSettings
 from megalatent.passes.costs import Costs
@@ -71,7 +72,7 @@ def make_schedule(config: Config, args: Any) -> LatentSchedule:
         latent,
         sampler=sampler,
         data=data,
-        kernels=kernels.select(latent.fusion.kernel, local_device(), args.params_dtype),
+        kernels=_kernels(latent.fusion, args.params_dtype),
         position=position,
         pick_iterator=lambda iterators: pick_iterator(iterators, args),
         reads_data=ends or data.packed or needs_documents_everywhere(args),
@@ -84,6 +85,16 @@ def make_schedule(config: Config, args: Any) -> LatentSchedule:
         check_losses=_check_losses(args),
         costs=_costs(latent.passes.costs),
     )
+
+
+def _kernels(fusion: FusionConfig, dtype: torch.dtype) -> kernels.Backend:
+    """The pointwise kernels of the fusion; rank 0 says which they are and why."""
+    from megatron.training import print_rank_0
+
+    chosen = kernels.select(fusion.kernel, local_device(), dtype)
+    if fusion.fuses:
+        print_rank_0(f" fusion kernels: {sentence(chosen)}")
+    return chosen
 
 
 def _costs(path: str | None) -> Costs:

@@ -217,6 +217,7 @@ def test_everything_goes_everywhere(tmp_path: Path, wandb: dict[str, Any]) -> No
         tmp_path, latent, save=str(tmp_path / "run"), tensorboard_dir=board, **evaluated, **wandb
     )
     printed = train(given)[0].printed
+    assert len(re.findall(r"^ fusion kernels: .* \(auto: .*\)$", printed, re.MULTILINE)) == 1
     expected: dict[tuple[str, int], float] = {}
     for step, record in metrics(tmp_path / "run").items():
         named = {

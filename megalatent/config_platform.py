@@ -6,6 +6,7 @@ What is filled in is shown by `--dry-run`; an option that the config gives is ne
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from megalatent.config_megatron import value_of
@@ -29,6 +30,9 @@ def fill_in(megatron: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         wanted["muon_tp_mode"] = ("duplicated", "tensor parallelism then changes no update")
     if on_cpu():
         wanted |= _for_cpu(megatron)
+    elif find_spec("fused_weight_gradient_mlp_cuda") is None:
+        # Megatron's output layer refuses to be built, also beside Transformer Engine's layers.
+        wanted["no_gradient_accumulation_fusion"] = (True, "apex is not installed")
     return {name: found for name, found in wanted.items() if name not in megatron}
 
 

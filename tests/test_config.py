@@ -178,7 +178,22 @@ def test_filled_in_for_a_machine_without_cuda(monkeypatch: pytest.MonkeyPatch) -
 
 def test_filled_in_for_a_machine_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalatent.platform.on_cpu", lambda: False)
-    assert set(config().filled_in) == {"eval_interval", "max_position_embeddings"}
+    found: list[str] = []
+
+    def find_spec(name: str) -> object:
+        found.append(name)
+        return None if with_apex is False else object()
+
+    monkeypatch.setattr("megalatent.config_platform.find_spec", find_spec)
+    always = {"eval_interval", "max_position_embeddings"}
+    with_apex = True
+    assert set(config().filled_in) == always
+    # Megatron's output layer refuses to be built with what only apex has.
+    with_apex = False
+    given = config()
+    assert set(given.filled_in) == always | {"no_gradient_accumulation_fusion"}
+    assert given.megatron["no_gradient_accumulation_fusion"] is True
+    assert set(found) == {"fused_weight_gradient_mlp_cuda"}
 
 
 def test_overrides(tmp_path: Path) -> None:

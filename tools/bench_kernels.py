@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -199,9 +200,14 @@ def bandwidths(
             del inputs
 
 
+def operators(backend: Backend) -> Any:
+    """The operators themselves, without the front's checks."""
+    return torch.ops.megalatent if backend.name == "cuda" else torch.ops.megalatent_triton
+
+
 def _gpu_kernels(inputs: Inputs, backend: Backend, one: int) -> list[tuple[str, Run, int]]:
     """Name, call and bytes that must move: each input and each output once."""
-    ops = torch.ops.megalatent if backend.name == "cuda" else torch.ops.megalatent_triton
+    ops = operators(backend)
     u, g, e, weight = (leaf.detach() for leaf in (inputs.u, inputs.g, inputs.e, inputs.weight))
     dx, mask, source, position = inputs.dx, inputs.mask, inputs.source, inputs.position
     none = u.new_empty((0, *u.shape[1:]))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -28,6 +31,8 @@ REFERENCE = ReferenceBackend("to compare with")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # One warp a row; the 1B model; the widest that stays in registers; the two general kernels.
 WIDTHS = (64, 1536, 8192, 16384, 1001)
+# Rows and share of plain ones: mixed, all fused, all plain, none at all.
+SHAPES = ((257, 0.3), (5, 0.0), (5, 1.0), (0, 0.0))
 BANDWIDTH_GOAL = 0.85
 SHARE_GOAL = 0.01
 # The 1B model (FBT appendix A): weights that multiply each token, for 6 flops each in training.
@@ -49,15 +54,17 @@ def correctness(device: str) -> Iterator[Outcome]:
         for dtype in DTYPES:
             worst = 0.0
             repeats = True
-            for width in WIDTHS:
-                torch.manual_seed(width)
-                inputs = Inputs.random(257, width, dtype, device, plain=0.3)
+            for width, (rows, plain) in itertools.product(WIDTHS, SHAPES):
+                inputs = _extreme(Inputs.random(rows, width, dtype, device, plain))
                 for fusion in (_gated, _concat, _additive):
-                    got = fusion(backend, inputs)
-                    again = fusion(backend, inputs)
                     wide = fusion(REFERENCE, _to_float64(inputs))
+                    with _poisoned_memory():
+                        got = fusion(backend, inputs)
+                        again = fusion(backend, inputs)
                     repeats &= all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-                    worst = max(worst, *map(_error, got, wide))
+                    errors = [_error(one, other) for one, other in zip(got, wide, strict=True)]
+                    # `max` may pass over a nan.
+                    worst = max(worst, *errors) if all(map(math.isfinite, errors)) else math.inf
             # One rounding to the dtype, and some of float32.
             allowed = torch.finfo(dtype).eps / 2 + 5e-6
             name = f"{backend.name} {str(dtype).removeprefix('torch.')}"
@@ -91,8 +98,32 @@ def _to_float64(inputs: Inputs) -> Inputs:
 
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    scale = want.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
+    if not want.numel():
+        return 0.0
+    # Below the smallest normal number the dtype's spacing stays as it is there.
+    smallest = torch.finfo(got.dtype).smallest_normal
+    scale = want.abs().amax(dim=-1, keepdim=True).clamp(min=smallest)
     return ((got.double() - want) / scale).abs().max().item()
+
+
+def _extreme(inputs: Inputs) -> Inputs:
+    """In the first rows saturated gates and large states."""
+    with torch.no_grad():
+        inputs.g[:1] *= 200
+        inputs.u[1:2] *= 1e4
+    return inputs
+
+
+@contextlib.contextmanager
+def _poisoned_memory() -> Iterator[None]:
+    """Fresh memory holds nan, so that an element nobody writes is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def noise(device: str) -> Iterator[Outcome]:
@@ -117,7 +148,7 @@ def large_tensors(device: str) -> Iterator[Outcome]:
         return
     free, _ = torch.cuda.mem_get_info()
     rows, width = 2**20 + 3, 2048
-    wanted = 4 * 2 * rows * width
+    wanted = 5 * 2 * rows * width
     if free < wanted:
         detail = f"needs {wanted / 2**30:.0f} GiB of memory, {free / 2**30:.0f} are free"
         yield Outcome("2^31 elements", "skipped", detail)
@@ -125,10 +156,38 @@ def large_tensors(device: str) -> Iterator[Outcome]:
     u = torch.randn(rows, 1, width, device=device, dtype=torch.bfloat16)
     mask = torch.ones(rows, 1, device=device, dtype=torch.bool)
     weight = torch.ones(width, device=device, dtype=torch.bfloat16)
+    position = torch.arange(rows, device=device).unsqueeze(1)
     for backend in _backends(device):
-        x = backend.gated(u, u, u, mask, weight, EPS)[-4:].clone()
-        alone = backend.gated(*(u[-4:],) * 3, mask[-4:], weight, EPS)
-        yield Outcome.of(f"{backend.name} 2^31 elements", torch.equal(x, alone), f"{rows} rows")
+        whole, alone = (
+            _last_rows(backend, u[part], mask[part], weight, position[part])
+            for part in (slice(None), slice(-4, None))
+        )
+        equal = all(torch.equal(one, other) for one, other in zip(whole, alone, strict=True))
+        detail = f"{rows} rows, both ways and shifted"
+        yield Outcome.of(f"{backend.name} 2^31 elements", equal, detail)
+
+
+def _last_rows(
+    backend: Backend,
+    u: torch.Tensor,
+    mask: torch.Tensor,
+    weight: torch.Tensor,
+    position: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Three rows of what each kernel makes of `u`; no more than two results at a time."""
+    ops = bench_kernels.operators(backend)
+    x, rstd = ops.gated(u, u, u, mask, weight, EPS)
+    kept = [x[-3:].clone()]
+    del x
+    du, dg, _, _ = ops.gated_backward(u, u, u, mask, weight, rstd, False)
+    kept += [du[-3:].clone(), dg[-3:].clone()]
+    del du, dg
+    source = torch.arange(u.shape[0], device=u.device) - 1
+    shifted = ops.shift_jitter(u, u[:0], source, position, position, 2, 1, 0.02)
+    kept.append(shifted[-3:].clone())
+    del shifted
+    dh, _ = ops.shift_jitter_backward(u, source, 0)
+    return [*kept, dh[-3:].clone()]
 
 
 def cuda_graph(device: str) -> Iterator[Outcome]:

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from tools.gpu_check_report import Outcome
 
-__all__ = ["against_cpu", "fp8", "layers"]
+__all__ = ["against_cpu", "fp8", "layers", "set_deadline"]
 
 PASSES = (1, 2, 3)
 # bfloat16 keeps 8 bits: losses near 6 then differ by some 1e-2.
 LOSS_TOLERANCE = 0.02
 RUN_SECONDS = 200
+# What each run wrote stays here.
+LOGS = Path("runs/gpu_check")
+FP8_CARDS, BLOCKWISE_CARDS = (8, 9), (9, 0)
 # Recipe, Megatron's options, and options of the fusion.
 FP8: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     (
@@ -40,24 +46,39 @@ FP8: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("current, fusion too", {"fp8_recipe": "tensorwise"}, {"fp8": True}),
 )
 _MAX_ALLOCATED = re.compile(r"max allocated: ([0-9.]+)")
+# Lines of torch's C++ parts, which come last when a process ends: "[rank0]:[W1130 15:02:26 …".
+_REMARK = re.compile(r"(\[rank\d+\]:)?\[?[IW]\d{4} ")
+_deadline = math.inf
+
+
+def set_deadline(moment: float) -> None:
+    """No run goes on beyond this time of `time.monotonic()`."""
+    global _deadline
+    _deadline = moment
 
 
 def against_cpu(device: str) -> Iterator[Outcome]:
-    """Three steps with K = 1, 2, 3: bfloat16 on the card, float32 on the CPU, same seeds."""
+    """Three steps with K = 1, 2, 3: bfloat16 on the card, float32 on the CPU.
+
+    All start from one checkpoint: a card draws other initial weights than a CPU.
+    """
     precision = "bf16" if device == "cuda" else "float32"
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=2) as pool:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max_workers=2) as pool:
+        folder = Path(name)
+        _train(folder / "start", max(PASSES), "cpu", {"train_iters": 1, "lr": 0.0})
+        start = {"load": str(folder / "start" / "checkpoints"), "finetune": True}
         # The CPU's runs go on beside the card's.
-        cpu = [pool.submit(_train, Path(folder) / f"cpu{k}", k, "cpu", {}) for k in PASSES]
+        cpu = [pool.submit(_train, folder / f"cpu{k}", k, "cpu", start) for k in PASSES]
         for k, reference in zip(PASSES, cpu, strict=True):
-            options = {"bf16": True} if device == "cuda" else {}
-            losses, log = _train(Path(folder) / f"card{k}", k, device, options)
+            options = start | ({"bf16": True} if device == "cuda" else {})
+            losses, log = _train(folder / f"card{k}", k, device, options)
             wanted, _ = reference.result()
             worst = _worst(losses, wanted)
             detail = f"losses differ by {worst:.1e}, allowed {LOSS_TOLERANCE}"
             passed = worst <= LOSS_TOLERANCE and all(len(row) == k for row in losses)
             yield Outcome.of(f"K = {k}, {precision} against CPU float32", passed, detail)
             if device == "cuda":
-                peak = max(map(float, _MAX_ALLOCATED.findall(log)))
+                peak = max(map(float, _MAX_ALLOCATED.findall(log)), default=math.nan)
                 yield Outcome(f"K = {k}, memory", "measured", f"{peak:.0f} MB at most")
 
 
@@ -74,6 +95,10 @@ def fp8(device: str) -> Iterator[Outcome]:
     if importlib.util.find_spec("transformer_engine") is None:
         yield Outcome(name, "skipped", "Transformer Engine is not installed")
         return
+    card = torch.cuda.get_device_capability()
+    if card < FP8_CARDS:
+        yield Outcome(name, "skipped", f"this card is sm_{card[0]}{card[1]}, FP8 needs sm_89")
+        return
     common = {"bf16": True, "train_iters": 8, "lr": 3.0e-3}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=5) as pool:
 
@@ -85,6 +110,7 @@ def fp8(device: str) -> Iterator[Outcome]:
         recipes = {
             label: train(label, {"fp8_format": "hybrid", **options}, **fusion)
             for label, options, fusion in FP8
+            if label != "blockwise" or card >= BLOCKWISE_CARDS
         }
         wanted, _ = plain.result()
         fell = wanted[0][0] - wanted[-1][0]
@@ -138,7 +164,9 @@ def layers(device: str) -> Iterator[Outcome]:
 
 def _worst(losses: list[list[float]], others: list[list[float]]) -> float:
     rows = zip(losses, others, strict=True)
-    return max(abs(a - b) for row, other in rows for a, b in zip(row, other, strict=True))
+    found = [abs(a - b) for row, other in rows for a, b in zip(row, other, strict=True)]
+    # `max` may pass over a nan.
+    return max(found) if all(map(math.isfinite, found)) else math.inf
 
 
 def _train(
@@ -155,6 +183,8 @@ def _train(
         RuntimeError: the run failed; with the last line it wrote.
     """
     folder.mkdir(parents=True)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    path = LOGS / f"{folder.name}.log"
     config = folder / "config.yaml"
     given = _config(folder, passes, device, options)
     given["latent"]["fusion"] |= fusion or {}
@@ -164,23 +194,26 @@ def _train(
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     what = f"training with K = {passes} on {device}"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "megalatent.cli", "train", str(config)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=RUN_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{what} took more than {RUN_SECONDS} s") from None
+    # One process, whatever else the machine has and whatever started this.
+    command = [sys.executable, "-m", "megalatent.cli", "train", str(config), "--nproc", "1"]
+    seconds = max(1.0, min(RUN_SECONDS, _deadline - time.monotonic()))
+    with path.open("w") as log:
+        try:
+            done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{what} took more than {seconds:.0f} s; see {path}") from None
+    text = path.read_text(errors="replace")
     if done.returncode != 0:
-        lines = [line for line in done.stdout.splitlines() if line.strip()]
-        raise RuntimeError(f"{what} failed: {lines[-1] if lines else 'it wrote nothing'}")
+        raise RuntimeError(f"{what} failed: {_reason(text)}; see {path}")
     lines = (folder / "checkpoints" / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
-    return [list(record["loss_per_pass"].values()) for record in records], done.stdout
+    return [list(record["loss_per_pass"].values()) for record in records], text
+
+
+def _reason(log: str) -> str:
+    """The last line that a failed run wrote."""
+    lines = [line for line in log.splitlines() if line.strip() and not _REMARK.match(line)]
+    return lines[-1].strip() if lines else "it wrote nothing"
 
 
 def _config(folder: Path, passes: int, device: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +247,6 @@ def _config(folder: Path, passes: int, device: str, options: dict[str, Any]) -> 
         # Megatron's own layers; the fused kernels of apex and Transformer Engine are not there.
         megatron |= {
             "transformer_impl": "local",
-            "no_gradient_accumulation_fusion": True,
             "no_rope_fusion": True,
             "no_masked_softmax_fusion": True,
         }

@@ -9,7 +9,15 @@ import torch
 
 from megalatent.kernels import choice
 from megalatent.kernels.reference import ReferenceBackend
-from tools import gpu_check, gpu_check_kernels
+from tools import gpu_check, gpu_check_kernels, gpu_check_training
+
+
+class Empty(ReferenceBackend):
+    """Forgets to write one element."""
+
+    def _additive(self, a, e, fused_mask):
+        x = super()._additive(a, e, fused_mask)
+        return x + x.new_tensor([float("nan")] + [0.0] * (x.shape[-1] - 1))
 
 
 class Wrong(ReferenceBackend):
@@ -67,6 +75,78 @@ def test_a_wrong_kernel_fails(monkeypatch, tmp_path):
     status, report = run_main(monkeypatch, tmp_path, *only)
     assert status == 1
     assert {row["status"] for row in report["rows"]} == {"failed"}
+
+
+def test_an_element_that_is_not_a_number_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_check_kernels, "_backends", lambda device: [Empty("for the test")])
+    status, report = run_main(monkeypatch, tmp_path, "--rehearse", "--only", "kernels")
+    assert status == 1
+    precision = [row for row in report["rows"] if row["what"].endswith("precision")]
+    assert {row["status"] for row in precision} == {"failed"}
+
+
+def test_the_last_rows_are_those_of_the_whole(compiled):
+    """What the check of 2^31 elements compares, on few."""
+    u, mask = torch.randn(9, 1, 16), torch.ones(9, 1, dtype=torch.bool)
+    weight, position = torch.ones(16), torch.arange(9).unsqueeze(1)
+    whole, alone = (
+        gpu_check_kernels._last_rows(compiled, u[part], mask[part], weight, position[part])
+        for part in (slice(None), slice(-4, None))
+    )
+    assert all(rows.shape == (3, 1, 16) for rows in whole)
+    assert all(torch.equal(one, other) for one, other in zip(whole, alone, strict=True))
+
+
+def test_losses_that_are_not_numbers_fail():
+    nan = float("nan")
+    assert gpu_check_training._worst([[1.0], [2.0, nan]], [[1.0], [2.0, 2.0]]) == float("inf")
+    assert gpu_check_training._worst([[1.0], [2.0, 2.5]], [[1.0], [2.0, 2.0]]) == 0.5
+
+
+def interpreter(path, *lines):
+    """Stands for Python, and so for a training run."""
+    path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_failed_run_is_told_by_its_own_words(monkeypatch, tmp_path):
+    """torch's remark about the process group comes after them; the log stays."""
+    monkeypatch.setattr(gpu_check_training, "LOGS", tmp_path / "logs")
+    run = interpreter(
+        tmp_path / "python",
+        'echo "$@"',
+        "echo 'megalatent: error: no memory left'",
+        "echo '[rank0]:[W1130 15:02:26.1 ProcessGroupNCCL.cpp:1538] Warning: destroy' >&2",
+        "exit 1",
+    )
+    monkeypatch.setattr(gpu_check_training.sys, "executable", run)
+    with pytest.raises(RuntimeError, match=r"no memory left; see .*logs/card1\.log"):
+        gpu_check_training._train(tmp_path / "card1", 1, "cpu", {})
+    # One process, also where there are eight cards.
+    assert "--nproc 1" in (tmp_path / "logs" / "card1.log").read_text()
+
+
+def test_a_run_ends_when_the_time_is_over(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_check_training, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(gpu_check_training, "_deadline", 0.0)
+    run = interpreter(tmp_path / "python", "exec sleep 60")
+    monkeypatch.setattr(gpu_check_training.sys, "executable", run)
+    with pytest.raises(RuntimeError, match="took more than 1 s"):
+        gpu_check_training._train(tmp_path / "card1", 1, "cpu", {})
+
+
+def test_there_is_time_for_every_check():
+    assert sum(needed for _, needed in gpu_check.CHECKS.values()) <= gpu_check.BUDGET_SECONDS
+
+
+@pytest.mark.parametrize(("capability", "said"), [((8, 0), "sm_80, FP8 needs sm_89")])
+def test_fp8_is_skipped_on_cards_without_it(monkeypatch, capability, said):
+    monkeypatch.setattr(gpu_check_training.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    (outcome,) = gpu_check_training.fp8("cuda")
+    assert outcome.status == "skipped"
+    assert said in outcome.detail
 
 
 def test_a_check_that_breaks_does_not_hide_the_others(monkeypatch, tmp_path, compiled):

@@ -42,7 +42,8 @@ class Finding:
 def diagnose(report: Report) -> list[Finding]:
     """All findings, the costliest kind of each first."""
     deepest = max(report.cases, key=lambda case: (max(case.passes), sum(case.passes)))
-    return [*_stages(deepest), *_links(deepest), *_passes(deepest)]
+    recomputed = report.facts.get("recompute") == "extra"
+    return [*_stages(deepest), *_links(deepest), *_passes(deepest, recomputed)]
 
 
 def _visits(stage: StageReport, case: CaseReport) -> tuple[float, float]:
@@ -128,7 +129,7 @@ def _links(case: CaseReport) -> list[Finding]:
     return found
 
 
-def _passes(case: CaseReport) -> list[Finding]:
+def _passes(case: CaseReport, recomputed: bool) -> list[Finding]:
     found = []
     for index, first in enumerate(case.stages[0].passes):
         if first.k == 1:
@@ -147,5 +148,7 @@ def _passes(case: CaseReport) -> list[Finding]:
             fusion = own[stage].fusion_seconds + own[stage].fusion_backward_seconds
             if fusion > _MOST * max(extra):
                 text += ", where the fusion is"
+        elif recomputed:
+            text += "; it recomputes its activations, which pass 1 does not"
         found.append(Finding(kind="pass", k=first.k, factor=factor, text=text))
     return found

@@ -176,7 +176,6 @@ def test_what_training_would_refuse_is_not_suggested() -> None:
     assert names(global_batch_size=64) == everything - {"16", "32", "4"}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

@@ -15,11 +15,11 @@ EVEN = Costs(forward=1.0, backward=2.0, head=0.05, hand_over=0.02, embedding=0.0
 
 
 def findings(
-    costs: Costs, layers: tuple[int, ...] = (2, 2, 2, 2), micro_batches: int = 8
+    costs: Costs, layers: tuple[int, ...] = (2, 2, 2, 2), micro_batches: int = 8, **more: str
 ) -> list[Finding]:
     cases = ((1,) * micro_batches, (3,) * micro_batches)
     made = synthetic.recording(cases, costs=costs, noise=0.005)
-    facts = {"replicas": 1, "layers": list(layers), "num_layers": sum(layers)}
+    facts = {"replicas": 1, "layers": list(layers), "num_layers": sum(layers), **more}
     return diagnose(report(replace(made, facts={**made.facts, **facts})))
 
 
@@ -66,6 +66,9 @@ def test_slow_passes_and_where() -> None:
     assert [(f.kind, f.k) for f in found] == [("pass", 2), ("pass", 3)]
     assert found[0].factor == pytest.approx(1.3, rel=0.02)
     assert "30% longer than pass 1" in found[0].text
+    assert "recomputes" not in found[0].text
+    found = findings(replace(EVEN, extra_backward=1.0), recompute="extra")
+    assert "it recomputes its activations, which pass 1 does not" in found[0].text
     found = findings(replace(EVEN, fusion=1.0, fusion_backward=1.0))
     passes = [f for f in found if f.kind == "pass"]
     assert [f.k for f in passes] == [2, 3]

@@ -140,6 +140,20 @@ def test_hover_shows_the_details_of_an_action(opened: Opened, recorded: Recordin
     assert opened.details().startswith("forward stage 0, as planned")
 
 
+def test_nothing_is_cut_off_on_paper_or_in_a_narrow_window(opened: Opened) -> None:
+    edge = "(name) => document.querySelector(name).getBoundingClientRect().right"
+    opened.page.set_viewport_size({"width": 800, "height": 900})
+    opened.page.emulate_media(media="print")
+    assert all(opened.js(edge, name) <= 800 for name in ("#stages", "#where"))
+    overflow = "() => getComputedStyle(document.querySelector('.wide')).overflow"
+    assert opened.js(overflow) == "visible"
+    opened.page.emulate_media(media="screen")
+    opened.page.set_viewport_size({"width": 360, "height": 640})
+    assert opened.js("() => document.documentElement.scrollWidth") <= 360
+    # What is wider scrolls inside the page.
+    assert opened.js(overflow) == "auto"
+
+
 def test_it_zooms_and_moves(opened: Opened) -> None:
     whole = opened.view
     assert whole[0] == 0

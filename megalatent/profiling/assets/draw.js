@@ -120,7 +120,7 @@ function drawSpans(g, spans, rank, layout, y, height, palette, strong, letters) 
 /** Time axis with grid lines down to `height`. */
 function drawAxis(g, layout, tick, height, palette) {
   const end = layout.from + layout.width / layout.scale;
-  const ticks = axisTicks(layout.from * tick, end * tick, layout.width / 95);
+  const ticks = axisTicks(layout.from * tick, end * tick, Math.max(3, layout.width / 95));
   g.textAlign = "center";
   for (const [time, text] of ticks) {
     const x = Math.round(layout.x(time / tick)) + 0.5;

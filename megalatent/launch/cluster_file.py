@@ -103,7 +103,7 @@ def _variables(path: Path) -> dict[str, str]:
         raise UserError(f"{path}: bash cannot read it: {said[-1] if said else 'no reason given'}")
     if not done.stdout:
         raise UserError(f"{path}: ends the shell that reads it: take out `exit` or `exec`")
-    pairs = (pair.partition("=") for pair in done.stdout.decode(errors="replace").split("\0"))
+    pairs = (pair.partition("=") for pair in os.fsdecode(done.stdout).split("\0"))
     return {
         name: value
         for name, _, value in pairs

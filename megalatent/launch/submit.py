@@ -258,6 +258,9 @@ def _environment(given: Sequence[str], cluster: ClusterFile) -> dict[str, str]:
                 f" shell and give --env {name}, or put it into a file for --secrets"
             )
         # a secret comes along because Slurm hands the shell's variables to the job
+    for name, value in environment.items():
+        if re.search("[\ud800-\udfff]", value):  # bytes that Python could not read
+            raise UserError(f"{name}: its value is not UTF-8 text, which a job script has to be")
     return environment
 
 

@@ -294,6 +294,7 @@ MISTAKES = {
     "variable of the script in the cluster file": Wrong(
         ["CLUSTER=CONFIG=debug"], "cluster.env: CONFIG: job scripts use this name"
     ),
+    "variable that is no text": Wrong(["--env=A=\udcff"], "A: its value is not UTF-8 text"),
     "variable that bash does not know": Wrong(["--env=größe=1"], "'größe' is no variable"),
     "cluster file of Windows": Wrong(["CLUSTER=NCCL_DEBUG=INFO\r"], "the line ends of Windows"),
     "cluster file that exits": Wrong(["CLUSTER=exit 0"], "ends the shell that reads it"),

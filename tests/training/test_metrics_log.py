@@ -37,3 +37,21 @@ def test_losses_that_are_not_finite(bad: float, tmp_path: Path) -> None:
     losses = pass_losses(record)
     assert losses[2] == 1.5
     assert losses[1] == bad or (math.isnan(losses[1]) and math.isnan(bad))
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_steps_between_two_lines_are_told_to_the_supervisor(
+    speaks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGALATENT_LOGS", str(tmp_path))
+    log = MetricsLog(
+        folder=None,
+        loss_group=None,
+        change_group=[None],
+        last_stage=True,
+        speaks=speaks,
+        state=RunState(),
+    )
+    log.step_begins()
+    log.step_ends([1, 2], replicas=1, tokens=8)
+    assert (tmp_path / "heartbeat").exists() is speaks

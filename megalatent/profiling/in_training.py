@@ -28,7 +28,10 @@ def step_profiler(config: Config) -> Any:
 
     def done(recording: Recording) -> None:
         """Nothing that goes wrong here may end the training."""
-        print(f" profile of steps {profile.steps}", flush=True)
+        seen = [step.iteration + 1 for case in recording.cases for step in case.steps]
+        # A run that ended early or resumed late has not had them all.
+        of = f"{min(seen)}-{max(seen)}" if seen else "none"
+        print(f" profile of steps {of}", flush=True)
         targets = Targets(
             json=f"{start}.json", trace=f"{start}.trace.json", html=f"{start}.html", costs=None
         )

@@ -224,6 +224,7 @@ def test_a_run_that_ends_early_leaves_what_was_recorded(
     assert outcome.exit_code == 0
     recording = Recording.load(tmp_path / "new" / "seen.json")
     assert sorted(step.iteration for case in recording.cases for step in case.steps) == [1, 2]
+    assert " profile of steps 2-3\n" in outcome.printed
     line = f" plans are made for the stage costs in {costs}: forward 2, backward 2, head 0.25"
     assert outcome.printed.count(line) == 1
 

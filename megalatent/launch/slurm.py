@@ -90,15 +90,24 @@ class Slurm:
         Raises:
             SlurmError: the controller gave no answer, so nothing is known.
         """
-        try:
-            answer = self._run("squeue", "--noheader", "--states=all", f"--jobs={job}", "-o", "%T")
-        except SlurmError as error:
-            if "Invalid job id" in str(error):
-                return None
-            raise
-        states = answer.split()
+        states = [state for _, state in self._listed(job)]
         alive = [state for state in states if state in ACTIVE_STATES or state == "PENDING"]
         return next(iter([*alive, *states]), None)
+
+    def task_states(self, job: str) -> dict[str, str]:
+        """Id -> state of a job, or of each task of an array, in one question."""
+        return dict(self._listed(job, "--array"))
+
+    def _listed(self, job: str, *options: str) -> list[tuple[str, str]]:
+        command = ("squeue", "--noheader", "--states=all", *options, f"--jobs={job}", "-o", "%i %T")
+        try:
+            lines = self._run(*command).splitlines()
+        except SlurmError as error:
+            if "Invalid job id" in str(error):
+                return []
+            raise
+        words = (line.split() for line in lines)
+        return [(found[0], found[1]) for found in words if len(found) == 2]
 
     def job_field(self, job: str, field: str) -> str | None:
         """One field of `scontrol show job`, such as `Reason` or `NodeList`; None: not known."""

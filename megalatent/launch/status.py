@@ -28,6 +28,29 @@ _WATCH_SECONDS = 5.0
 _GONE_SECONDS = 60.0
 
 
+class Queue:
+    """What Slurm says of jobs: one question for an array, and none after one without an answer."""
+
+    def __init__(self, slurm: Slurm) -> None:
+        self.slurm = slurm
+        self._known: dict[str, dict[str, str]] = {}
+        self._silent = not slurm.available()
+
+    def state(self, job: str) -> str | None:
+        """As Slurm writes it, `UNKNOWN` without an answer; None for a job that is forgotten."""
+        parent = job.partition("_")[0]
+        if parent not in self._known and not self._silent:
+            try:
+                self._known[parent] = self.slurm.task_states(parent)
+            except SlurmError:
+                self._silent = True
+        return self._known[parent].get(job) if parent in self._known else _NO_ANSWER
+
+    def reason(self, job: str) -> str | None:
+        """Why a job waits."""
+        return None if self._silent else self.slurm.job_field(job, "Reason")
+
+
 def add_status_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `status` to the command line."""
     parser = subparsers.add_parser(
@@ -45,9 +68,9 @@ def run_status_command(args: argparse.Namespace) -> int:
     Raises:
         UserError: not a run folder.
     """
-    slurm = Slurm()
+    queue = Queue(Slurm())
     folders = _run_folders(args.run)
-    found = [read_status(folder, slurm) for folder in folders]
+    found = [read_status(folder, queue) for folder in folders]
     if args.json:
         is_array = folders[0].path != args.run.absolute()
         print(json.dumps({"tasks": found} if is_array else found[0], indent=1))
@@ -70,24 +93,24 @@ def _run_folders(path: Path) -> list[RunFolder]:
     return [folder]
 
 
-def read_status(folder: RunFolder, slurm: Slurm) -> dict[str, Any]:
+def read_status(folder: RunFolder, queue: Queue) -> dict[str, Any]:
     """All that is known of a run; a value that is not known is None."""
     state = folder.read_state()
     submission = folder.read_submission()
     jobs = [*state.jobs, *(job for job in submission.jobs if job not in state.jobs)]
-    job, job_state = _current_job(jobs, slurm)
+    job, job_state = _current_job(jobs, queue)
     records = read_metrics(folder.metrics)
     last = records[-1] if records else {}
     saved = checkpoints.last_complete(folder.path)
     mark = folder.finished()
-    word = _word(state.status, mark is not None, job_state, bool(jobs), slurm)
+    word = _word(state.status, mark is not None, job_state, bool(jobs))
     samples = last.get("consumed_samples")
     length = submission.tokens_per_sample
     return {
         "run": str(folder.path),
         "name": submission.name or folder.path.name,
         "state": word,
-        "reason": state.reason or _reason(word, job, job_state, slurm),
+        "reason": state.reason or _reason(word, job, job_state, queue),
         "job": job,
         "job_state": job_state,
         "iteration": last.get("iteration"),
@@ -111,21 +134,17 @@ def read_status(folder: RunFolder, slurm: Slurm) -> dict[str, Any]:
     }
 
 
-def _current_job(jobs: list[str], slurm: Slurm) -> tuple[str | None, str | None]:
+def _current_job(jobs: list[str], queue: Queue) -> tuple[str | None, str | None]:
     """The job that runs or waits, else the last one, with Slurm's word for it."""
     state = None
-    if slurm.available():
-        for job in jobs:
-            try:
-                state = slurm.job_state(job)
-            except SlurmError:
-                return job, _NO_ANSWER
-            if state == "PENDING" or state in ACTIVE_STATES:
-                return job, state
+    for job in jobs:
+        state = queue.state(job)
+        if state in ("PENDING", _NO_ANSWER) or state in ACTIVE_STATES:
+            return job, state
     return (jobs[-1] if jobs else None), state
 
 
-def _word(status: str, finished: bool, job_state: str | None, submitted: bool, slurm: Slurm) -> str:
+def _word(status: str, finished: bool, job_state: str | None, submitted: bool) -> str:
     if finished:
         return "finished"
     if job_state == "PENDING":
@@ -136,18 +155,16 @@ def _word(status: str, finished: bool, job_state: str | None, submitted: bool, s
         return status
     if not submitted:
         return "local"
-    if job_state == "CANCELLED":
-        return "cancelled"
     # the supervisor said it runs or waits, but no job is left to do so
-    return "gone" if slurm.available() else status
+    return "cancelled" if job_state == "CANCELLED" else "gone"
 
 
-def _reason(word: str, job: str | None, job_state: str | None, slurm: Slurm) -> str:
+def _reason(word: str, job: str | None, job_state: str | None, queue: Queue) -> str:
     if job_state == _NO_ANSWER:
         return "Slurm does not answer: this is what the run folder says"
     if word == "gone":
         return "none of its jobs is in the queue any more: submit it again to go on"
-    reason = slurm.job_field(job, "Reason") if job and job_state == "PENDING" else None
+    reason = queue.reason(job) if job and job_state == "PENDING" else None
     return f"Slurm: {reason}" if reason else ""
 
 
@@ -207,7 +224,8 @@ def watch(path: Path, slurm: Slurm) -> int:
     try:
         while True:
             folders = _run_folders(path)
-            found = [read_status(folder, slurm) for folder in folders]
+            queue = Queue(slurm)
+            found = [read_status(folder, queue) for folder in folders]
             if len(folders) == 1:
                 offset = _show_new(folders[0].rank0_log, offset)
             for status in found:

@@ -40,7 +40,10 @@ echo $id
     "squeue": """
 case "$*" in *--steps*) [ -e "$F/pids" ] && echo "7.1 $(cat "$F/step")"; exit 0 ;; esac
 id=$(echo "$*" | grep -o 'jobs=[0-9]*' | cut -d= -f2)
-if [ -e "$F/job-$id" ]; then cat "$F/job-$id"; exit 0; fi
+for file in "$F/job-$id" "$F/job-$id"_*; do
+  [ -e "$file" ] && while read -r state; do echo "${file##*job-} $state"; done <"$file" && known=1
+done
+[ -z "$known" ] || exit 0
 echo "slurm_load_jobs error: Invalid job id specified" >&2
 exit 1
 """,

@@ -157,7 +157,8 @@ def test_watching_an_array(
     for number, run in enumerate(tasks):
         run.path.mkdir()
         run.write_submission(Submission(name=f"x/{run.path.name}", jobs=[f"12_{number}"]))
-    fake_slurm.job("12", "RUNNING")
+    for number in (0, 1):
+        fake_slurm.job(f"12_{number}", "RUNNING")
     steps = iter([lambda: tasks[1].mark_finished(5), lambda: tasks[0].mark_finished(5)])
     pauses(monkeypatch, steps)
     assert watch(tmp_path, Slurm()) == 0
@@ -168,6 +169,8 @@ def test_watching_an_array(
         "megalatent: x/task-1: finished",
         "megalatent: x/task-0: finished",
     ]
+    # one question for all tasks, each time
+    assert len(fake_slurm.calls("squeue")) == 3
 
 
 def test_watching_waits_for_a_job_that_is_nowhere_for_a_moment(

@@ -158,6 +158,7 @@ class Session:
         from megalatent.checkpoint.fresh import FreshFusion
         from megalatent.model.layers import mtp_spec
         from megalatent.training import auxiliary_logs, optimizer
+        from megalatent.training.optimizer_state import checking_state
 
         def around(module: Any, name: str, make: Callable[[Any], Any]) -> None:
             setattr(module, name, make(getattr(module, name)))
@@ -186,7 +187,7 @@ class Session:
         around(
             checkpointing,
             "_load_global_dist_base_checkpoint",
-            lambda read: FreshFusion(read, _print_rank_0),
+            lambda read: FreshFusion(checking_state(read), _print_rank_0),
         )
 
     def _forward_backward_func(self, **_: Any) -> Callable[..., Any]:

@@ -7,7 +7,9 @@ import importlib.util
 import logging
 import os
 import shutil
+import sysconfig
 import typing
+from pathlib import Path
 
 import torch
 
@@ -106,15 +108,23 @@ def triton_obstacle(device_type: str, dtype: torch.dtype) -> str | None:
         return "on a CPU they only run interpreted, for tests: set TRITON_INTERPRET=1"
     if device_type not in ("cpu", "cuda"):
         return f"they are not written for {device_type} devices"
-    # Triton compiles its launchers when they are first called.
-    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if not (interpreted or any(map(shutil.which, compilers))):
-        return "Triton needs a C compiler as it runs, and there is none: install gcc or set CC"
+    if not interpreted and (missing := _missing_for_launchers()):
+        return f"Triton compiles C as it runs, and {missing}"
     try:
         importlib.import_module("triton")
     except Exception as error:  # a broken package may raise anything
         said = str(error).strip().splitlines()[:1]
         return f"`import triton` fails: {': '.join([type(error).__name__, *said])}"
+    return None
+
+
+def _missing_for_launchers() -> str | None:
+    """What Triton lacks to compile its launchers, when they are first called."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return "there is no C compiler: install gcc or set CC"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's headers are missing: install them (python3-dev)"
     return None
 
 

@@ -88,15 +88,21 @@ def test_triton_on_a_cpu_must_be_interpreted(monkeypatch):
         select("triton", "cpu", torch.float32)
 
 
-def test_triton_that_cannot_run_is_passed_over(monkeypatch):
-    """Broken, or on a machine without a C compiler: `auto` goes on to PyTorch and says why."""
+def test_triton_that_cannot_run_is_passed_over(monkeypatch, tmp_path):
+    """Broken, or without a C compiler or Python's headers: `auto` takes PyTorch and says why."""
     monkeypatch.setattr(choice, "cuda_library", lambda: MISSING)
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setenv("CC", "no-such-compiler")
     backend = select("auto", "cuda", torch.bfloat16)
     assert backend.name == "torch"
-    assert "there is none: install gcc or set CC" in backend.reason
+    assert "there is no C compiler: install gcc or set CC" in backend.reason
     monkeypatch.setenv("CC", "true")
+    with monkeypatch.context() as patch:
+        patch.setattr(choice.sysconfig, "get_path", lambda name: "/nowhere")
+        with pytest.raises(UserError, match=r"install them \(python3-dev\)"):
+            select("triton", "cuda", torch.bfloat16)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(choice.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setitem(sys.modules, "triton", None)  # its import then fails
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(UserError, match="`import triton` fails: ModuleNotFoundError"):

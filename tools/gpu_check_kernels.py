@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterator
 
 import torch
@@ -225,6 +226,9 @@ def cuda_graph(device: str) -> Iterator[Outcome]:
 
 def torch_compile(device: str) -> Iterator[Outcome]:
     """One graph without a break, and the results of the uncompiled fusion."""
+    if os.environ.get("TORCHDYNAMO_DISABLE", "0") != "0":
+        yield Outcome("fullgraph", "skipped", "TORCHDYNAMO_DISABLE is set: nothing would compile")
+        return
     backend = select("cuda", device, torch.float32)
     inputs = Inputs.random(128, 256, torch.bfloat16, device, plain=0.3)
 

@@ -97,6 +97,12 @@ def test_the_last_rows_are_those_of_the_whole(compiled):
     assert all(torch.equal(one, other) for one, other in zip(whole, alone, strict=True))
 
 
+def test_nothing_compiled_is_not_a_pass(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    (outcome,) = gpu_check_kernels.torch_compile("cpu")
+    assert outcome.status == "skipped"
+
+
 def test_losses_that_are_not_numbers_fail():
     nan = float("nan")
     assert gpu_check_training._worst([[1.0], [2.0, nan]], [[1.0], [2.0, 2.0]]) == float("inf")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import reprlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -225,7 +226,7 @@ def read_model_config(raw: Mapping[str, Any], folder: Path) -> Any:
     family = find_family(str(raw.get("model_type")))
     where = folder / "config.json"
     if unknown := sorted(set(raw) - family.carried - NEUTRAL):
-        shown = ", ".join(f"{name}={raw[name]!r}" for name in unknown)
+        shown = ", ".join(f"{name}={reprlib.repr(raw[name])}" for name in unknown)
         raise UserError(
             f"{where}: {shown} cannot be carried to Megatron, and a model without it may compute"
             " something else: remove the field if you know that it changes nothing"

@@ -103,6 +103,8 @@ class CheckpointReader:
         self.folder = _iteration_folder(folder)
         try:
             self._metadata = FileSystemReader(str(self.folder)).read_metadata()
+        except PermissionError:
+            raise
         except Exception as error:
             raise UserError(
                 f"{self.folder}/.metadata cannot be read ({type(error).__name__}: {error}): the"
@@ -128,6 +130,7 @@ class CheckpointReader:
             path = self.folder / name
             if not path.is_file():
                 raise UserError(f"{path} is missing: the checkpoint is not complete")
+            path.open("rb").close()  # may it be read?
             if path.stat().st_size < end:
                 raise UserError(
                     f"{path} is truncated or damaged: it has {path.stat().st_size} bytes and should"

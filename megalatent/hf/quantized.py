@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from .configuration_megalatent import MegalatentConfig
 from .modeling_megalatent import MegalatentForCausalLM
@@ -68,6 +69,8 @@ def load_quantized(folder: Path, dtype: torch.dtype | None = None) -> Any:
             f"{', '.join(wrong[:3])} ({len(wrong)} in all) missing or of another model: export it"
             " again"
         )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
 
 

@@ -25,6 +25,7 @@ from megalatent.cli import main  # noqa: E402
 from megalatent.errors import UserError  # noqa: E402
 from tests.checkpoint import models  # noqa: E402
 from tests.checkpoint.test_mistakes import refused  # noqa: E402
+from tests.unprivileged import open_folder, run_as_nobody  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,20 @@ def test_a_checkpoint_that_was_being_written(
     assert "has no .metadata" in refused(capsys, "to-hf", folder, tmp_path / "out")
     (folder / "release" / ".metadata").unlink()
     assert "has no .metadata" in refused(capsys, "to-hf", folder / "release", tmp_path / "out")
+
+
+def test_a_checkpoint_that_may_not_be_read(made: Path) -> None:
+    """Nothing is said of damage."""
+    with open_folder() as folder:
+        shutil.copytree(made / "megatron", folder / "megatron")
+        (folder / "megatron" / "conversion.json").unlink()
+        (file,) = (folder / "megatron" / "release").glob("*.distcp")
+        for path in (file, file.parent / ".metadata"):
+            path.chmod(0)
+            arguments = ["convert", "to-hf", str(folder / "megatron"), str(folder / "out")]
+            status, said = run_as_nobody(arguments)
+            assert status == 2
+            assert f"{path}: permission denied" in said
 
 
 @pytest.mark.parametrize(

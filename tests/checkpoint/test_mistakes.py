@@ -69,7 +69,8 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
     ("changes", "expected"),
     [
         ({"logit_scale": 2.0}, "logit_scale=2.0 cannot be carried"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} cannot"),
+        ({"quantization_config": {str(n): n for n in range(99)}}, "'11': 11, ...} cannot"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_output_bias=True, mlp_bias=False"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "linear"),

@@ -164,8 +164,12 @@ def test_each_way_of_storing_weights_is_read(
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "modelopt"}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"mode": "soft", "eos_token_id": [3, 4]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     assert is_quantized(tmp_path)
-    loaded = load_quantized(tmp_path).state_dict()
+    model = load_quantized(tmp_path)
+    assert (model.generation_config.mode, model.generation_config.eos_token_id) == ("soft", [3, 4])
+    loaded = model.state_dict()
     for name, tensor in expected.items():
         assert torch.allclose(loaded[name], tensor, atol=1e-7), name
     capsys.readouterr()

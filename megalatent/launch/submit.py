@@ -241,7 +241,7 @@ def _environment(given: Sequence[str], cluster: ClusterFile) -> dict[str, str]:
     for item in given:
         name, equals, value = item.partition("=")
         if not is_variable(name):
-            raise UserError(f"--env {item}: {name!r} is no variable: write NAME or NAME=VALUE")
+            raise UserError(f"--env: {name!r} is no variable: write NAME or NAME=VALUE")
         if name in taken:
             raise UserError(f"--env {name}: job scripts use this name: choose another")
         if not equals and name not in os.environ:
@@ -257,7 +257,12 @@ def _environment(given: Sequence[str], cluster: ClusterFile) -> dict[str, str]:
                 f"--env {name}=…: a secret would stand in the job script: export it in your"
                 f" shell and give --env {name}, or put it into a file for --secrets"
             )
-        # a secret comes along because Slurm hands the shell's variables to the job
+        elif "ALL" not in os.environ.get("SBATCH_EXPORT", "ALL"):
+            raise UserError(
+                f"--env {name}: SBATCH_EXPORT={os.environ['SBATCH_EXPORT']} keeps your shell's"
+                " variables from the job: put it into a file for --secrets"
+            )
+        # else the secret comes along, because Slurm hands the shell's variables to the job
     for name, value in environment.items():
         if re.search("[\ud800-\udfff]", value):  # bytes that Python could not read
             raise UserError(f"{name}: its value is not UTF-8 text, which a job script has to be")

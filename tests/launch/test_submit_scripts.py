@@ -120,6 +120,19 @@ def test_variables_of_sbatch_and_of_another_job_do_not_count(
     assert not {"SBATCH_TIMELIMIT", "SLURM_ARRAY_JOB_ID"} & set(seen)
 
 
+def test_a_secret_that_would_not_come_along(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
+    monkeypatch.setenv("SBATCH_EXPORT", "NONE")
+    assert cli.main(["submit", config(here), "--dry-run", "--env=HF_TOKEN"]) == 2
+    refused(capsys, "--env HF_TOKEN: SBATCH_EXPORT=NONE keeps your shell's variables from the job")
+    monkeypatch.setenv("SBATCH_EXPORT", "ALL,A=1")
+    assert cli.main(["submit", config(here), "--dry-run", "--env=HF_TOKEN"]) == 0
+
+
 def test_an_answer_that_was_lost_is_not_asked_for_again(
     here: Path,  # noqa: F811
     fake_slurm: FakeSlurm,  # noqa: F811

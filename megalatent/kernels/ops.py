@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from megalatent.kernels.backend import Backend, accumulation_dtype
 
@@ -108,6 +109,14 @@ def register_formulas(namespace: str) -> None:
 
 
 def _contiguous(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    # torch would go on without the tangents.
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    ):
+        raise NotImplementedError(
+            "the fast fusion kernels have no forward-mode derivatives; write "
+            "latent.fusion.kernel: torch"
+        )
     return tuple(tensor.contiguous() for tensor in tensors)
 
 

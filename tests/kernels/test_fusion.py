@@ -244,6 +244,15 @@ def test_second_derivatives_are_refused(kind, seeded, backend):
         (du.square().sum() + x.sum()).backward()
 
 
+def test_forward_mode_is_refused(seeded, backend):
+    """torch itself would take the tangent of the result for zero."""
+    case = make_case("additive", torch.ones((3, 1), dtype=torch.bool), 16, torch.float32)
+    a, e = case.differentiable
+    with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda a: backend.additive(a, e, case.mask), (a,), (a,))
+    assert torch.equal(backend.additive(a, e, case.mask), e + a)
+
+
 @pytest.mark.full
 def test_more_than_2_to_31_elements(compiled):
     """Rows whose offset does not fit 32 bits; 13 GB of memory."""

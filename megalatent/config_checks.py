@@ -219,6 +219,17 @@ def _check_batches(args: argparse.Namespace) -> None:
             f" micro_batch_size {args.micro_batch_size} x {args.data_parallel_size} data-parallel"
             f" ranks: give {max(total // sample_slice, 1) * sample_slice}, or change the others"
         )
+    if args.multiple_validation_sets and not args.full_validation:
+        raise UserError(
+            "megatron.multiple_validation_sets: true needs the sets read whole: add"
+            " full_validation: true"
+        )
+    rows = args.eval_micro_batch_size or args.micro_batch_size
+    if args.full_validation and rows != 1:
+        raise UserError(
+            f"megatron.eval_micro_batch_size: {rows} with full_validation: true, which reads rows"
+            " one by one: write 1, and eval_global_batch_size: the number of data-parallel ranks"
+        )
     evaluated = args.eval_global_batch_size or total
     each = (args.eval_micro_batch_size or args.micro_batch_size) * args.data_parallel_size
     if evaluated is not None and evaluated % each:

@@ -92,8 +92,10 @@ def _check_data(args: argparse.Namespace) -> None:
             f"megatron.{sources[1]}: is given besides {sources[0]}: a run reads one source: keep"
             " one"
         )
+    apart = ("valid", "valid_data_path") if args.multiple_validation_sets else ()
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        prefixes = _check_blend(f"megatron.{name}", getattr(args, name) or [])
+        given = getattr(args, name) or []
+        prefixes = _check_blend(f"megatron.{name}", given, blended=name not in apart)
         if name == "data_path" and not args.sft:
             _check_shares(args.split, prefixes)
     if args.data_args_path:
@@ -114,7 +116,8 @@ def _check_data(args: argparse.Namespace) -> None:
                     f"{where}: {args.per_split_data_args_path}: has no {split!r}: give a list of"
                     " prefixes for train, valid and test"
                 )
-            _check_blend(f"{where}.{split}", found.split() if isinstance(found, str) else found)
+            found = found.split() if isinstance(found, str) else found
+            _check_blend(f"{where}.{split}", found, blended=split not in apart)
 
 
 def _read(where: str, path: str) -> str:
@@ -151,10 +154,16 @@ def _check_shares(split: str | None, prefixes: Iterable[str]) -> None:
             begin = end
 
 
-def _check_blend(where: str, entries: Iterable[str]) -> list[str]:
-    """Prefixes, or weights and prefixes in turn, as Megatron reads them; the prefixes."""
+def _check_blend(where: str, entries: Iterable[str], *, blended: bool = True) -> list[str]:
+    """One prefix, or weights and prefixes in turn; the prefixes.
+
+    Without weights Megatron would go through each set once at most, and then stop.
+
+    Args:
+        blended: sets are mixed into one; else each is a set of its own and has no weight.
+    """
     items = [str(entry) for entry in entries]
-    if len(items) > 1:
+    if len(items) > 1 and blended:
         if len(items) % 2:
             raise UserError(
                 f"{where}: {len(items)} entries: write one prefix, or weight, prefix, weight,"

@@ -80,8 +80,8 @@ def check_model(model: ModelConfig, args: argparse.Namespace) -> None:
     """
     _check_gate(model, args)
     _check_window(args)
+    _check_mask(args)
     if args.transformer_impl == "transformer_engine":
-        _check_mask(args)
         _check_heads_exchange(args)
     elif args.transformer_impl == "local":
         _check_local(args)
@@ -137,8 +137,15 @@ def _check_window(args: argparse.Namespace) -> None:
 
 
 def _check_mask(args: argparse.Namespace) -> None:
-    """Transformer Engine's causal attention looks at no mask, and says nothing."""
-    if args.reset_attention_mask:
+    """Without a mask, or with attention that looks at none, documents see each other unnoticed."""
+    if not args.reset_attention_mask:
+        return
+    if not args.create_attention_mask_in_dataloader:
+        raise UserError(
+            "megatron.reset_attention_mask: true has no effect with"
+            " no_create_attention_mask_in_dataloader: true: keep one"
+        )
+    if args.transformer_impl == "transformer_engine":
         remedy = "dataloader_inter_document_masking: true, which packs documents"
         if args.context_parallel_size > 1:
             remedy += " (with context_parallel_size: 1)"

@@ -212,6 +212,18 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, tuple[str, ...]]] = {
         1,
         ("'a' is no weight",),
     ),
+    "several sets": (
+        {},
+        {"multiple_validation_sets": True},
+        1,
+        ("multiple_validation_sets: true", "add full_validation: true"),
+    ),
+    "rows of whole sets": (
+        {},
+        {"full_validation": True, "micro_batch_size": 2},
+        1,
+        ("eval_micro_batch_size: 2 with full_validation", "write 1"),
+    ),
     "tokenizer": (
         {},
         {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "no/tokenizer"},

@@ -82,6 +82,11 @@ def test_depth_is_one_over_the_root_of_the_layers() -> None:
         ),
         (
             None,
+            {"no_create_attention_mask_in_dataloader": True, "reset_attention_mask": True},
+            ("no effect with no_create_attention_mask_in_dataloader", "keep one"),
+        ),
+        (
+            None,
             {"context_parallel_size": 2, "attention_dropout": 0.1},
             ("attention_dropout: 0.1 with context_parallel_size: 2", "attention_dropout: 0"),
         ),

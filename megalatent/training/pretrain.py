@@ -131,6 +131,7 @@ class Session:
         self.fusion_norm = FusionGradientNorm()
         self._step_flops: list[float] = []  # since Megatron's last line; one number a step
         self._in_log = False
+        self._eval_iters = args.eval_iters  # which Megatron replaces with full validation
         self._schedule: Any = None
         self._scheduler: Any = None  # of the learning rate; None if the run does not train
         self._metrics: Any = None
@@ -280,7 +281,7 @@ class Session:
             schedule.train_sums.clear()
 
     def _evaluate_sets(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        from megalatent.training.evaluated_sets import set_names
+        from megalatent.training.evaluated_sets import one_set, set_names
 
         # Megatron evaluates the sets one by one, and says which they are only here.
         def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
@@ -288,6 +289,8 @@ class Session:
             if prefix.endswith(" on test set"):
                 # Megatron would write the test set's points over those of validation.
                 kwargs["write_to_tensorboard"] = False
+                with one_set(self.args, self._eval_iters):
+                    return original(prefix, *args, **kwargs)
             return original(prefix, *args, **kwargs)
 
         return evaluate_and_print_results

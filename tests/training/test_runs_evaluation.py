@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -9,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.training.runs import configuration, last_stage, losses, metrics, train
+from tests.training.runs import (
+    configuration,
+    last_stage,
+    losses,
+    metrics,
+    train,
+    write_data,
+)
 
 PASSES = 12  # training goes to 2
 EVALUATED = {
@@ -135,6 +143,38 @@ def test_additive_starts_as_the_plain_model(tmp_path: Path) -> None:
     # In training as well: the third step is the first with two passes.
     third = losses(tmp_path / "run1")[3]
     assert third["1"] == third["2"]
+
+
+@pytest.mark.full
+def test_several_validation_sets_and_a_test_set(tmp_path: Path) -> None:
+    """Each has records of its own; the same documents give the same losses."""
+    for name, documents in (("data", 120), ("short", 30), ("copy", 30)):
+        write_data(tmp_path / name, documents=documents)
+    sets = {
+        "train": [str(tmp_path / "data")],
+        "valid": [str(tmp_path / name) for name in ("short", "copy", "data")],
+        "test": [str(tmp_path / "data")],
+    }
+    (tmp_path / "sets.json").write_text(json.dumps(sets))
+    read = {"data_path": None, "split": None, "full_validation": True, "eval_micro_batch_size": 1}
+    options = {**EVALUATED, **read, "eval_global_batch_size": 2, "multiple_validation_sets": True}
+    given = configuration(
+        tmp_path,
+        _latent(passes=3),
+        per_split_data_args_path=str(tmp_path / "sets.json"),
+        validation_set_names=["one", "two", "three"],
+        save=str(tmp_path / "run"),
+        **options,
+    )
+    train(given, 2)
+    names = [f"validation-{name}" for name in ("one", "two", "three")]
+    one, two, three = (metrics(tmp_path / "run", "evaluation", name) for name in names)
+    tested = metrics(tmp_path / "run", "evaluation", "test")
+    assert (list(one), list(two), list(three), list(tested)) == ([2, 3], [2, 3], [2, 3], [3])
+    for step in (2, 3):
+        assert one[step]["loss_per_pass"] == pytest.approx(two[step]["loss_per_pass"], rel=1e-6)
+        assert one[step]["loss_per_pass"] != three[step]["loss_per_pass"]
+        assert list(three[step]["state_change"]) == ["2", "3"]
 
 
 @pytest.mark.full

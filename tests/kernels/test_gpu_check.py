@@ -32,8 +32,9 @@ class Wrong(ReferenceBackend):
 
 
 @pytest.fixture(autouse=True)
-def _as_for_a_user(monkeypatch):
+def _as_for_a_user(monkeypatch, tmp_path):
     """Few widths, and no interpreted Triton: it is slow, and rounds bfloat16 as no card does."""
+    monkeypatch.setattr(gpu_check_training, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(gpu_check_kernels, "WIDTHS", (64, 101))
     monkeypatch.delenv("TRITON_INTERPRET")
     choice._select.cache_clear()
@@ -118,7 +119,6 @@ def interpreter(path, *lines):
 
 def test_a_failed_run_is_told_by_its_own_words(monkeypatch, tmp_path):
     """torch's remark about the process group comes after them; the log stays."""
-    monkeypatch.setattr(gpu_check_training, "LOGS", tmp_path / "logs")
     run = interpreter(
         tmp_path / "python",
         'echo "$@"',
@@ -134,7 +134,6 @@ def test_a_failed_run_is_told_by_its_own_words(monkeypatch, tmp_path):
 
 
 def test_a_run_ends_when_the_time_is_over(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_check_training, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(gpu_check_training, "_deadline", 0.0)
     run = interpreter(tmp_path / "python", "exec sleep 60")
     monkeypatch.setattr(gpu_check_training.sys, "executable", run)

@@ -3,8 +3,8 @@
     python tools/bench_profiler.py             # cost of a recorder: off, on, and in a real step
     python tools/bench_profiler.py --predict   # small real models: predicted steps, then measured
 
-Times on a shared machine are noise: steps with and without a recorder, and a setting and its
-prediction, are compared within one run.
+Times on a shared machine are noise: steps with and without a recorder are compared in turn within
+one run, and a setting is predicted from a run before and from one after the run that measures it.
 """
 
 from __future__ import annotations
@@ -144,22 +144,28 @@ def predict(steps: int, settings: Sequence[str]) -> int:
     from megalatent.profiling.advice import advise
     from megalatent.profiling.report import report
 
-    print(f"{'setting':<24}{'case':<8}{'predicted':>11}{'measured':>11}{'ratio':>8}")
+    print(f"{'setting':<24}{'case':<8}{'predicted':>11}{'again':>11}{'measured':>11}{'ratio':>8}")
     with tempfile.TemporaryDirectory() as name:
         run = _profiler(Path(name), steps)
         for start in settings:
-            # Anew for each setting: what else the machine does changes from minute to minute.
-            options = advise(run({})).options
-            option = next(own for own in options if own.name.startswith(start))
-            changes = dict(override.split("=", 1) for override in option.overrides)
+            # Before and after: what else the machine does changes from minute to minute.
+            before = _option(advise(run({})).options, start)
+            changes = dict(override.split("=", 1) for override in before.overrides)
             then = {case.name: case.step_seconds for case in report(run(changes)).cases}
-            for case, seconds in option.predicted_step_seconds_by_case.items():
-                ratio = seconds / then[case]
+            after = _option(advise(run({})).options, start, before.name)
+            for case, measured in then.items():
+                both = [own.predicted_step_seconds_by_case[case] for own in (before, after)]
                 print(
-                    f"{option.name:<24}{case:<8}{seconds:>11.3f}{then[case]:>11.3f}{ratio:>8.3f}",
+                    f"{before.name:<24}{case:<8}{both[0]:>11.3f}{both[1]:>11.3f}{measured:>11.3f}"
+                    f"{statistics.mean(both) / measured:>8.3f}",
                     flush=True,
                 )
     return 0
+
+
+def _option(options: Sequence[Any], start: str, name: str | None = None) -> Any:
+    """The best option whose name begins like this, or the one with a given name."""
+    return next(own for own in options if own.name.startswith(name or start))
 
 
 def _profiler(folder: Path, steps: int) -> Callable[[dict[str, str]], Any]:

@@ -144,7 +144,7 @@ def test_predicted_steps_are_then_measured() -> None:
         layers = tuple(map(int, split.split()[1:]))
         for name, plan, own in (
             ("12 micro-batches", make_plan(3, 1, (2,) * 12), costs),
-            ("2 chunk(s) a stage", make_plan(3, 2, (2,) * 6), layered((1,) * 6)),
+            ("2 chunks a stage", make_plan(3, 2, (2,) * 6), layered((1,) * 6)),
             (split, make_plan(3, 1, (2,) * 6), layered(layers)),
             ("recompute extra", make_plan(3, 1, (2,) * 6), layered((2, 2, 2), recompute=True)),
         ):

@@ -202,6 +202,9 @@ class Session:
             self.fusion_norm.attach(optimizer, self.models)  # after it: sees no hidden gradient
             self.freeze.updates = self.state.fusion_updates
             self._scheduler = scheduler
+            if scheduler is not None and self.args.no_load_optim:
+                # Not loaded either; the decay would come later by what the checkpoint has done.
+                scheduler.step(self.args.consumed_train_samples)
             if self._profiler is not None:
                 self._profiler.attach(self, optimizer)
             return model, optimizer, scheduler

@@ -116,6 +116,19 @@ def test_another_learning_rate(
     assert metrics(tmp_path / "run")[3]["learning_rate"] in rates
 
 
+@full
+def test_a_fresh_optimizer_goes_on_in_the_schedule(tmp_path: Path) -> None:
+    """Warm-up of 2 steps, decay in the last 3 of 6; 2 are done when the state is left behind."""
+    save = str(tmp_path / "run")
+    schedule = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": 3}
+    options = {**schedule, "lr_warmup_iters": 2, "lr_decay_iters": None, "train_iters": 6}
+    train(configuration(tmp_path, LATENT, save=save, exit_interval=2, **options))
+    train(configuration(tmp_path, LATENT, save=save, load=save, no_load_optim=True, **options))
+    found = [record["learning_rate"] for record in metrics(tmp_path / "run").values()]
+    # As logged: the rate of the step to come.
+    assert found == pytest.approx([3e-3 * share for share in (1 / 2, 1, 1, 2 / 3, 1 / 3, 0)])
+
+
 def _rates(chunks: list[Any], optimizer: Any, step: int) -> list[tuple[str | None, float]]:
     return [(group.get("optimizer"), group["lr"]) for group in optimizer.param_groups]
 

@@ -7,7 +7,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megalatent.checkpoint.arguments import export_obstacles
 from megalatent.config_costs import virtual_chunks
+from megalatent.config_megatron import parse
 from megalatent.errors import UserError
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ def check_kernel(config: Config, args: argparse.Namespace) -> None:
 
 
 def notes(config: Config) -> list[str]:
-    """What a config asks for and a run of its length will not do, a line each."""
+    """What a config asks for and its run will not do, a line each."""
     passes = config.latent.passes
     total = config.megatron.get("train_iters")
     found = []
@@ -132,4 +134,16 @@ def notes(config: Config) -> list[str]:
             for k in passes.recompute
             if k not in drawn
         ]
-    return found
+    return found + _about_export(config)
+
+
+def _about_export(config: Config) -> list[str]:
+    """Better known before a run of weeks than after it."""
+    obstacles = export_obstacles(parse(config.megatron_argv()))
+    if not obstacles:
+        return []
+    listed = ", ".join(
+        f"{name}: {value!r} (but {' or '.join(map(repr, values))})"
+        for name, (value, values) in obstacles.items()
+    )
+    return [f"checkpoints cannot be exported to Hugging Face, which has no model with {listed}"]

@@ -171,9 +171,13 @@ def test_contradictions_are_named(latent: Any, megatron: dict[str, Any], message
 def test_another_machine_may_have_what_this_one_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dry runs and submissions check what is asked for; here are no GPU and no FP8."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    gpus = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
-    exchanged = {"context_parallel_size": 2, "attention_dropout": 0.1}
-    experts = {"num_experts": 4, "moe_grouped_gemm": True, "disable_bias_linear": True}
+    gpus: dict[str, Any] = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    exchanged: dict[str, Any] = {"context_parallel_size": 2, "attention_dropout": 0.1}
+    experts: dict[str, Any] = {
+        "num_experts": 4,
+        "moe_grouped_gemm": True,
+        "disable_bias_linear": True,
+    }
     for options in ({**gpus, **exchanged}, {**experts, "swiglu": True}):
         config(None, **options).check(2, missing=[])
         config(None, **options).check(2, checkpoints_repaired=True)

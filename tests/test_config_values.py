@@ -168,10 +168,11 @@ def test_a_phase_that_rounding_swallows() -> None:
 def test_what_a_run_will_not_do_is_noted() -> None:
     phases = [{"start": 0, "mixture": {1: 1.0}}, {"start": 50, "mixture": {2: 1.0}}]
     latent = {"passes": {"schedule": phases, "recompute": {2: "all", 9: "extra"}}}
-    first, second = notes(config(latent, **GOOD))
+    first, second, third = notes(config(latent, **GOOD))
     assert "schedule.1.start: the phase begins at iteration 50, after the run's 10" in first
     assert "recompute.9: no phase draws K = 9" in second
-    assert notes(config(**GOOD)) == []
+    assert "no model with normalization: 'LayerNorm' (but 'RMSNorm'), swiglu: False" in third
+    assert notes(config(**GOOD, normalization="RMSNorm", swiglu=True)) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs on a GPU")

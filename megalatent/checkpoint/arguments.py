@@ -15,7 +15,14 @@ from megalatent.config_model import ModelConfig
 from megalatent.errors import UserError
 from megalatent.training.expert_layers import expert_layers
 
-__all__ = ["MODEL_ATTRIBUTE", "config_from_args", "megatron_options", "model_config", "to_args"]
+__all__ = [
+    "MODEL_ATTRIBUTE",
+    "config_from_args",
+    "export_obstacles",
+    "megatron_options",
+    "model_config",
+    "to_args",
+]
 
 # Where converted checkpoints keep what Megatron's arguments have no place for.
 MODEL_ATTRIBUTE = "latent_model"
@@ -126,6 +133,16 @@ _MOE_PAIRS = (
 # -- from Megatron ----------------------------------------------------------------------------
 
 
+def export_obstacles(args: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Arguments that no Hugging Face model has: name -> (value, the values that it has)."""
+    found = {name: getattr(args, name, values[0]) for name, values in _REQUIRED.items()}
+    return {
+        name: (value, _REQUIRED[name])
+        for name, value in found.items()
+        if value not in _REQUIRED[name]
+    }
+
+
 def config_from_args(args: Any, vocab_size: int) -> dict[str, Any]:
     """Fields of `MegalatentConfig` for the model of a checkpoint.
 
@@ -136,13 +153,11 @@ def config_from_args(args: Any, vocab_size: int) -> dict[str, Any]:
     Raises:
         UserError: the model computes something that the Hugging Face model cannot.
     """
-    for name, values in _REQUIRED.items():
-        value = getattr(args, name, values[0])
-        if value not in values:
-            raise UserError(
-                f"the checkpoint was trained with {name}={value!r}, which the Hugging Face model"
-                f" does not have (only {' or '.join(map(repr, values))}): it cannot be exported"
-            )
+    for name, (value, values) in export_obstacles(args).items():
+        raise UserError(
+            f"the checkpoint was trained with {name}={value!r}, which the Hugging Face model"
+            f" does not have (only {' or '.join(map(repr, values))}): it cannot be exported"
+        )
     fields: dict[str, Any] = {
         pair.field: getattr(args, pair.argument) for pair in _PAIRS if hasattr(args, pair.argument)
     }

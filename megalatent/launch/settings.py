@@ -8,7 +8,7 @@ first, then the cluster file, then the config.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,11 +161,12 @@ class Settings:
         Raises:
             UserError: an unknown name, or a value that makes no sense; says where it stands.
         """
+        names = [setting.name for setting in SETTINGS]
         for key in config:
-            _refuse_unknown(key, f"launch.{key}", [setting.name for setting in SETTINGS])
+            _refuse_unknown(key, f"launch.{key}", names)
+        variables = [setting.variable for setting in SETTINGS]
         for variable in cluster:
-            known = [setting.variable for setting in SETTINGS]
-            _refuse_unknown(variable, f"{cluster_file}: {variable}", known)
+            _refuse_unknown(variable, f"{cluster_file}: {variable}", variables)
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         for setting in SETTINGS:
@@ -206,8 +207,7 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
         parser.add_argument(setting.flag, metavar="…", help=setting.help + default)
 
 
-def _refuse_unknown(name: str, where: str, names: Iterable[str]) -> None:
-    names = list(names)
+def _refuse_unknown(name: str, where: str, names: Sequence[str]) -> None:
     if name not in names:
         close = nearest(name, names)
         hint = f"did you mean {close}?" if close else "`megalatent submit --help` lists them"

@@ -17,7 +17,6 @@ from os import PathLike
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -32,6 +31,7 @@ from megalatent.profiling.measure import (
 )
 from megalatent.profiling.records import Case, Recording
 from megalatent.profiling.rows import KIND_NAMES
+from megalatent.profiling.tables import wide_console
 from megalatent.profiling.units import share_text, time_text
 
 __all__ = [
@@ -52,8 +52,6 @@ _NORMAL = 2.576
 _MEDIAN = math.sqrt(math.pi / 2)
 #: Rows that a table shows before it leaves out what is within the noise.
 _ROWS = 60
-# Wider than any table: figures that are cut off would be of no use. Rich needs a height besides.
-_WIDTH = 1000
 
 
 @dataclass(frozen=True, order=True)
@@ -276,7 +274,7 @@ def table(comparison: Comparison, *, every: bool = False) -> str:
         every: show all figures. Otherwise a long table leaves out figures of stages that are
             within the noise, and says how many.
     """
-    console = Console(file=io.StringIO(), width=_WIDTH, height=100, highlight=False)
+    console = wide_console(io.StringIO())
     for remark in comparison.remarks:
         console.print(remark, markup=False, soft_wrap=True)
     for case in dict.fromkeys(item.case for item in comparison.differences):

@@ -15,20 +15,23 @@ from megalatent.profiling.diagnose import Finding
 from megalatent.profiling.report import CaseReport, Report
 from megalatent.profiling.units import bytes_text, share_text, time_text
 
-__all__ = ["print_profile"]
+__all__ = ["print_profile", "wide_console"]
 
-# Wider than any table: figures that are cut off would be of no use; terminals wrap long lines.
-_WIDTH = 1000
-_HEIGHT = 100  # only if both are given, rich asks no terminal
 _MOST_RANKS = 16
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "update"}
+
+
+def wide_console(stream: IO[str]) -> Console:
+    """Wider than any table: figures that are cut off would be of no use; terminals wrap lines."""
+    # Only if height is given too, rich asks no terminal.
+    return Console(file=stream, width=1000, height=100, highlight=False)
 
 
 def print_profile(
     report: Report, findings: Sequence[Finding], advice: Advice, stream: IO[str]
 ) -> None:
     """Steps, stages, ranks, findings and advice."""
-    console = Console(file=stream, width=_WIDTH, height=_HEIGHT, highlight=False)
+    console = wide_console(stream)
     console.print(_steps(report.cases))
     # The case with the most passes has all of them; the others are in the JSON file.
     deepest = max(report.cases, key=lambda case: (max(case.passes), sum(case.passes)))

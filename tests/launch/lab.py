@@ -136,7 +136,7 @@ class Run:
     def state(self) -> State:
         return self.folder.read_state()
 
-    def wait(self, what: str, until: Callable[[], Any], seconds: float = 240) -> Any:
+    def wait(self, what: str, until: Callable[[], Any], seconds: float = 400) -> Any:
         """Poll until `until()` is true; its value."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -149,7 +149,15 @@ class Run:
     def wait_for_iteration(self, iteration: int) -> None:
         self.wait(f"iteration {iteration}", lambda: self.iteration() >= iteration, 600)
 
-    def wait_for_end(self, seconds: float = 240) -> State:
+    def wait_for_fault(self) -> None:
+        """Until the first fault of STANDIN_FAULT has happened.
+
+        The end of the iteration before it is too early: whatever is done to the ranks between
+        the two keeps the fault from happening now, and it then happens in a later attempt.
+        """
+        self.wait("the fault", (self.folder.path / "fault-0").exists, 600)
+
+    def wait_for_end(self, seconds: float = 400) -> State:
         ends = ("finished", "failed", "cancelled", "stopped")
         return self.wait("the end", lambda: self.state.status in ends and self.state, seconds)
 

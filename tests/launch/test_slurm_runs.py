@@ -80,7 +80,7 @@ def plain(lab: Lab, folder: Path) -> Run:
 def early_signal(lab: Lab, folder: Path) -> Run:
     """What Slurm does `--signal-lead` seconds before the time limit, and before preemption."""
     run = submit(lab, folder, *pause_at(13))
-    run.wait_for_iteration(12)
+    run.wait_for_fault()
     lab.command("scancel", "--batch", "--signal=USR1", run.jobs[0])
     run.wait_for_end()
     return run
@@ -90,7 +90,7 @@ def early_signal(lab: Lab, folder: Path) -> Run:
 def requeued(lab: Lab, folder: Path) -> Run:
     """In a folder whose name means something to bash, to Slurm and to YAML."""
     run = submit(lab, folder / "it's 100% odd: $HOME #1 größe", *pause_at(17))
-    run.wait_for_iteration(16)
+    run.wait_for_fault()
     lab.command("scontrol", "requeue", run.jobs[0])
     run.wait_for_end()
     return run
@@ -99,7 +99,7 @@ def requeued(lab: Lab, folder: Path) -> Run:
 @scenario
 def preempted(lab: Lab, folder: Path) -> Run:
     run = submit(lab, folder, *pause_at(12))
-    run.wait_for_iteration(11)
+    run.wait_for_fault()
     nodes = ",".join(run.nodes())
     lab.command(
         "sbatch", "--partition=urgent", f"--nodelist={nodes}", "--nodes=2", "--exclusive",
@@ -128,7 +128,7 @@ def node_lost_in_step(lab: Lab, folder: Path) -> Run:
     run = submit(
         lab, folder, *pause_at(14), "--node-check=basic", "--node-check-seconds=30",
     )  # fmt: skip
-    run.wait_for_iteration(13)
+    run.wait_for_fault()
     lab.tool("kill-node", run.nodes()[1].removeprefix("node"))
     run.wait_for_end()
     return run
@@ -138,8 +138,7 @@ def node_lost_in_step(lab: Lab, folder: Path) -> Run:
 def first_node_lost_in_save(lab: Lab, folder: Path) -> Run:
     """The node of the batch script, with the supervisor on it."""
     run = submit(lab, folder, "--env", "STANDIN_FAULT=half:3:20")
-    half = run.folder.path / "iter_0000020"
-    run.wait("a save", lambda: half.exists() and not (half / "metadata.json").exists())
+    run.wait_for_fault()
     lab.tool("kill-node", run.nodes()[0].removeprefix("node"))
     run.wait_for_end()
     return run
@@ -148,7 +147,7 @@ def first_node_lost_in_save(lab: Lab, folder: Path) -> Run:
 @scenario
 def cancelled(lab: Lab, folder: Path) -> Run:
     run = submit(lab, folder, *pause_at(12))
-    run.wait_for_iteration(11)
+    run.wait_for_fault()
     lab.command("scancel", run.jobs[0])
     run.wait_for_end()
     run.wait_for_jobs()
@@ -174,7 +173,7 @@ def always_failing(lab: Lab, folder: Path) -> Run:
 @scenario
 def chained(lab: Lab, folder: Path) -> Run:
     run = submit(lab, folder, *pause_at(12), "--chain", "3")
-    run.wait_for_iteration(11)
+    run.wait_for_fault()
     lab.command("scancel", "--batch", "--signal=USR1", run.jobs[0])
     run.wait_for_end()
     run.wait_for_jobs()
@@ -217,7 +216,7 @@ def after_another(lab: Lab, folder: Path) -> Run:
 @scenario
 def twice_in_one_folder(lab: Lab, folder: Path) -> Run:
     run = submit(lab, folder, *pause_at(6))
-    run.wait_for_iteration(5)
+    run.wait_for_fault()
     again = lab.command("sbatch", "--parsable", str(run.folder.script)).strip()
     run.jobs.append(again)
     run.wait("the second job", lambda: Slurm().job_state(again) == "FAILED")

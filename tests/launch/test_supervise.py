@@ -66,14 +66,16 @@ class Supervised:
         self.start(*options, **more)
         return self.end()
 
-    def wait_for_iteration(self, iteration: int) -> None:
+    def start_and_pause(self, *options: str, iteration: int) -> subprocess.Popen[str]:
+        """Up to this iteration, where the ranks wait for SIGTERM or the file `go`."""
+        self.start(*options, STANDIN_FAULT=f"pause:0:{iteration}")
+        assert self.process is not None
         deadline = time.monotonic() + 60
-        metrics = self.folder.metrics
-        while time.monotonic() < deadline:
-            if metrics.exists() and f'"iteration": {iteration},' in metrics.read_text():
-                return
+        while not (self.folder.path / "fault-0").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"iteration {iteration}")
             time.sleep(0.02)
-        raise TimeoutError(iteration)
+        return self.process
 
     @property
     def state(self) -> State:
@@ -105,15 +107,12 @@ def test_a_finished_run_is_marked_and_never_started_again(supervised: Supervised
 
 
 def test_early_signal_saves_then_requeues(supervised: Supervised) -> None:
-    supervised.start(STANDIN_STEP_SECONDS="0.1")
-    supervised.wait_for_iteration(4)
-    assert supervised.process is not None
-    supervised.process.send_signal(signal.SIGUSR1)
+    process = supervised.start_and_pause(iteration=5)
+    process.send_signal(signal.SIGUSR1)
     code, said = supervised.end()
     assert code == 0, said
     attempt = supervised.state.attempts[0]
-    assert attempt.to_iteration is not None
-    assert attempt.to_iteration >= 4
+    assert attempt.to_iteration == 5
     assert "requeue 7" in supervised.slurm.calls("scontrol")
     # nothing is wrong with the nodes, and nothing failed: no delay, nothing left out
     assert not [call for call in supervised.slurm.calls("scontrol") if "update" in call]
@@ -220,10 +219,8 @@ def test_time_limit_without_an_early_signal_requeues_before_slurm_kills(
     supervised: Supervised,
 ) -> None:
     (supervised.slurm.folder / "reason").write_text("TimeLimit")
-    supervised.start(STANDIN_STEP_SECONDS="0.1")
-    supervised.wait_for_iteration(12)
-    assert supervised.process is not None
-    supervised.process.send_signal(signal.SIGTERM)
+    process = supervised.start_and_pause(iteration=13)
+    process.send_signal(signal.SIGTERM)
     # Slurm signals the ranks too
     pids = (supervised.slurm.folder / "pids").read_text().split()
     for pid in pids:
@@ -234,8 +231,7 @@ def test_time_limit_without_an_early_signal_requeues_before_slurm_kills(
     assert attempt.outcome == "time limit"
     assert "requeue 7" in supervised.slurm.calls("scontrol")
     # what the ranks saved after that counts
-    assert attempt.to_iteration is not None
-    assert attempt.to_iteration >= 12
+    assert attempt.to_iteration == 13
 
 
 @pytest.mark.parametrize(
@@ -250,13 +246,11 @@ def test_time_limit_without_an_early_signal_requeues_before_slurm_kills(
 def test_slurm_says_why_it_ends_a_job(
     supervised: Supervised, words: str, outcome: str, status: str
 ) -> None:
-    supervised.start(STANDIN_STEP_SECONDS="0.1")
-    supervised.wait_for_iteration(11)
+    process = supervised.start_and_pause(iteration=12)
     (supervised.slurm.folder / "stderr").write_text(
         f"slurmstepd: error: *** JOB 7 ON node0 CANCELLED AT 2026-01-01T00:00:00{words} ***\n"
     )
-    assert supervised.process is not None
-    supervised.process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
     for pid in (supervised.slurm.folder / "pids").read_text().split():
         os.kill(int(pid), signal.SIGTERM)
     supervised.end()
@@ -269,11 +263,9 @@ def test_slurm_says_why_it_ends_a_job(
 
 def test_a_run_that_ends_while_it_is_stopped_is_finished(supervised: Supervised) -> None:
     """The script alone is told to end, and the ranks train on."""
-    supervised.start(STANDIN_FAULT="pause:0:12")
-    supervised.wait_for_iteration(11)
-    assert supervised.process is not None
+    process = supervised.start_and_pause(iteration=12)
     for _ in range(2):
-        supervised.process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
     (supervised.folder.path / "go").touch()
     code, said = supervised.end()
@@ -284,18 +276,17 @@ def test_a_run_that_ends_while_it_is_stopped_is_finished(supervised: Supervised)
 
 
 def test_a_second_run_in_the_folder_refuses(supervised: Supervised) -> None:
-    supervised.start(STANDIN_STEP_SECONDS="0.3")
-    supervised.wait_for_iteration(1)
+    process = supervised.start_and_pause(iteration=2)
     second = Supervised.__new__(Supervised)
     second.__dict__.update(supervised.__dict__)
     code, said = second.run(job="8")
     assert code == 2
     assert f"{supervised.folder.path} is in use by job 7" in said
     assert said.count("\n") == 1
-    assert supervised.process is not None
-    assert supervised.process.poll() is None
-    supervised.process.send_signal(signal.SIGTERM)
-    supervised.end()
+    assert process.poll() is None
+    (supervised.folder.path / "go").touch()
+    code, said = supervised.end()
+    assert code == 0, said
 
 
 def test_the_lock_of_a_crashed_job_is_taken_over(supervised: Supervised) -> None:
@@ -332,12 +323,10 @@ def test_without_a_hang_limit_nothing_is_a_hang(supervised: Supervised) -> None:
 
 def test_the_ranks_are_asked_until_they_can_be(supervised: Supervised) -> None:
     """The queue gives no answer just when the time is almost over."""
-    supervised.start("--poll-seconds=0.1", STANDIN_FAULT="pause:0:12")
-    supervised.wait_for_iteration(11)
-    assert supervised.process is not None
+    process = supervised.start_and_pause("--poll-seconds=0.1", iteration=12)
     pids, away = supervised.slurm.folder / "pids", supervised.slurm.folder / "away"
     pids.rename(away)
-    supervised.process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + 60
     log = supervised.folder.rank0_log
     while "could not be signalled" not in log.read_text() and time.monotonic() < deadline:
@@ -358,10 +347,8 @@ def test_a_path_with_spaces_does_not_hide_why_slurm_ends_a_job(supervised: Super
         "slurmstepd: error: *** JOB 7 ON node0 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT"
         " ***\n"
     )
-    supervised.start(STANDIN_STEP_SECONDS="0.1")
-    supervised.wait_for_iteration(2)
-    assert supervised.process is not None
-    supervised.process.send_signal(signal.SIGTERM)
+    process = supervised.start_and_pause(iteration=3)
+    process.send_signal(signal.SIGTERM)
     for pid in (fake / "pids").read_text().split():
         os.kill(int(pid), signal.SIGTERM)
     code, said = supervised.end()

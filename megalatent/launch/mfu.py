@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalatent.launch.runfolder import RunFolder, Submission
+from megalatent.training.expert_layers import expert_layers
 from megalatent.training.flops import visible_pairs
+
+if TYPE_CHECKING:
+    from megalatent.config import LatentConfig
 
 __all__ = ["flops_per_token", "peak_flops", "utilisation"]
 
@@ -29,26 +33,33 @@ _PEAKS = {
 }
 
 
-def flops_per_token(args: argparse.Namespace) -> float:
+def flops_per_token(args: argparse.Namespace, latent: LatentConfig) -> float:
     """Operations for one token in one pass, forward and backward, without recomputation.
 
     Six per weight that the token meets (of experts, the chosen ones), and causal attention,
-    within the sliding window in layers that have one.
+    within the sliding window in layers that have one. The fusion, which the first pass has not,
+    is not counted.
 
     Args:
         args: Megatron's options.
     """
     hidden, layers = args.hidden_size, args.num_layers or 0
-    head = args.kv_channels or hidden // args.num_attention_heads
-    queries = head * args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    attention = hidden * (2 * queries + 2 * head * groups)
-    ffn = (args.moe_ffn_hidden_size if args.num_experts else None) or args.ffn_hidden_size
-    experts = args.moe_router_topk if args.num_experts else 1
-    mlp = (3 if args.swiglu else 2) * hidden * (ffn or 4 * hidden) * experts
-    pairs = sum(visible_pairs(args, args.seq_length)) / args.seq_length
-    scores = 2 * queries * pairs  # of all layers: two products for each pair
-    return 6.0 * (layers * (attention + mlp) + scores + hidden * (args.vocab_size or 0))
+    heads = args.num_attention_heads
+    head = args.kv_channels or hidden // heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    attention = hidden * head * (2 * heads + 2 * groups)
+    if latent.model.attention_gate:
+        attention += hidden * heads
+    per_row = (3 if args.swiglu else 2) * hidden  # of a layer's inner size
+    inner = args.ffn_hidden_size or 4 * hidden
+    weights = layers * (attention + per_row * inner) + hidden * (args.vocab_size or 0)
+    if args.num_experts:
+        chosen = (args.moe_ffn_hidden_size or inner) * args.moe_router_topk
+        chosen += args.moe_shared_expert_intermediate_size or 0
+        of_experts = per_row * (chosen - inner) + hidden * args.num_experts  # and the router
+        weights += sum(expert_layers(args.moe_layer_freq, layers)) * of_experts
+    pairs = sum(visible_pairs(args, args.seq_length)) / args.seq_length  # of all layers
+    return 6.0 * (weights + 2 * head * heads * pairs)  # two products for each pair
 
 
 def peak_flops(gpu: str) -> float | None:

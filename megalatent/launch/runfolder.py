@@ -23,6 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megalatent.errors import UserError
 
 __all__ = [
@@ -205,6 +207,17 @@ class Owner:
     def this_process(cls, job: str = "") -> Owner:
         return cls(job=job, host=socket.gethostname(), pid=os.getpid(), since=now())
 
+    def is_running(self) -> bool:
+        """Whether the process, one of this host, still runs: itself, not a later one of its number.
+
+        In containers each one begins to count anew.
+        """
+        try:
+            started = psutil.Process(self.pid).create_time()
+        except psutil.Error:
+            return False
+        return started < datetime.fromisoformat(self.since).timestamp() + 1
+
     def __str__(self) -> str:
         who = f"job {self.job}" if self.job else f"process {self.pid}"
         return f"{who} on {self.host} since {self.since}"
@@ -262,6 +275,11 @@ class RunLock:
         """Who holds the lock, alive or not."""
         return self._newest()[1]
 
+    @property
+    def file(self) -> Path:
+        """Where that is written down."""
+        return self._path(self._newest()[0])
+
     def _refuse_if_alive(self, holder: Owner) -> None:
         if holder.job:
             if self._job_active(holder.job):
@@ -271,12 +289,10 @@ class RunLock:
                 )
             return
         if holder.host != socket.gethostname():
-            lock = self._path(self._newest()[0])
             raise UserError(
-                f"{self._folder} is in use by {holder}: if that process is gone, remove {lock}"
+                f"{self._folder} is in use by {holder}: if that process is gone, remove {self.file}"
             )
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(holder.pid, 0)
+        if holder.is_running():
             raise UserError(f"{self._folder} is in use by {holder}: wait for it or end it")
 
     def _newest(self) -> tuple[int, Owner | None]:

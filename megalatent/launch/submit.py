@@ -192,7 +192,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
             target_iterations=targets.get("target_iterations"),
             target_samples=targets.get("target_samples"),
             tokens_per_sample=parsed.seq_length,
-            flops_per_token=flops_per_token(parsed),
+            flops_per_token=flops_per_token(parsed, config.latent),
             ranks=settings.nodes * settings.gpus_per_node,
         ),
         chain=settings.chain or 1,

@@ -104,7 +104,10 @@ def run_train_command(args: argparse.Namespace) -> int:
         if place is None or place.rank == 0:
             print(describe_run(config, world_size, missing or ()), end="")
     elif place is None:
-        start(config, world_size, again=_same_command(args), method=args.start_method)
+        from megalatent.launch.local_lock import folder_for_one_run
+
+        with folder_for_one_run(config.megatron, os.environ):
+            start(config, world_size, again=_same_command(args), method=args.start_method)
     else:
         join(config, place)
     return 0

@@ -231,7 +231,7 @@ def _case(recording: Recording, case: Case, single: float | None) -> CaseReport:
         over_one_pass=None if single is None else step / single - 1,
         tokens_per_second=tokens / step,
         token_equivalent_tokens_per_second=equivalent / step,
-        mfu=_mfu(facts, equivalent / step),
+        mfu=_mfu(facts, plan.passes, tokens / step),
         slowest_stage=work.index(max(work)),
         imbalance=max(work) / fmean(work) - 1,
         reduce_seconds=closing["reduce"],
@@ -242,11 +242,13 @@ def _case(recording: Recording, case: Case, single: float | None) -> CaseReport:
     )
 
 
-def _mfu(facts: dict[str, Any], tokens_per_second: float) -> float | None:
+def _mfu(facts: dict[str, Any], passes: Sequence[int], tokens_per_second: float) -> float | None:
     if not facts.get("peak_flops"):
         return None
-    whole = facts["world_size"] * facts["peak_flops"]
-    return tokens_per_second * facts["flops_per_token"] / whole
+    one, two, three = facts["flops_per_token"]
+    # The first fused pass prepares what all of them use; from there on each costs the same.
+    per_token = fmean(one if k == 1 else two + (k - 2) * (three - two) for k in passes)
+    return tokens_per_second * per_token / (facts["world_size"] * facts["peak_flops"])
 
 
 def _closing(recording: Recording, case: Case) -> dict[str, float]:

@@ -31,7 +31,7 @@ def model_facts(session: Any) -> dict[str, Any]:
     Args:
         session: `megalatent.training.pretrain.Session`.
     """
-    from megalatent.launch.mfu import flops_per_token, peak_flops
+    from megalatent.launch.mfu import peak_flops
 
     args, latent = session.args, session.config.latent
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -62,7 +62,7 @@ def model_facts(session: Any) -> dict[str, Any]:
         "mixture": _mean_mixture(session),
         # What a layer keeps when it is recomputed: its input.
         "layer_input_bytes": rows * args.hidden_size * args.params_dtype.itemsize,
-        "flops_per_token": flops_per_token(args),
+        "flops_per_token": [session.flops.per_token(k) for k in (1, 2, 3)],
         "peak_flops": peak,
     }
 

@@ -94,6 +94,10 @@ class StepFlops:
         one_pass = self._products(rows, tokens) + self._attention(rows, tokens, squares)
         return mean * one_pass + self._fusion(tokens, passes)
 
+    def per_token(self, passes: int) -> float:
+        """Operations for each token of a micro-batch of K = `passes`, in whole rows."""
+        return self.step(1, [passes]) / self.args.seq_length
+
     def _products(self, rows: int, tokens: float) -> float:
         """Products with weights in one pass."""
         args = self.args

@@ -129,6 +129,7 @@ class Session:
         self.state = RunState()
         self.freeze = FusionFreeze(config.latent.fusion.warmup_iters)
         self.fusion_norm = FusionGradientNorm()
+        self.flops: Any = None  # `StepFlops`, once Megatron is hooked
         self._step_flops: list[float] = []  # since Megatron's last line; one number a step
         self._in_log = False
         self._eval_iters = args.eval_iters  # which Megatron replaces with full validation
@@ -316,7 +317,7 @@ class Session:
     def _flops(self, original: Callable[..., Any]) -> Callable[..., Any]:
         from megalatent.training.flops import StepFlops
 
-        flops = StepFlops(self.args, self.config.latent, original)
+        flops = self.flops = StepFlops(self.args, self.config.latent, original)
 
         def num_floating_point_operations(
             args: Any,

@@ -125,11 +125,19 @@ def test_nobody_knows_whether_the_job_lives(folder: RunFolder) -> None:
 
 
 def test_a_process_holds_it(folder: RunFolder) -> None:
-    locked_by(folder, owner(pid=os.getpid(), host=socket.gethostname()))
+    locked_by(folder, Owner.this_process())
     with pytest.raises(UserError, match=f"process {os.getpid()}"):
         RunLock(folder, DEAD).acquire(owner("7"))
     locked_by(folder, owner(pid=99999999, host=socket.gethostname()))
     RunLock(folder, DEAD).acquire(owner("7"))
+
+
+def test_a_later_process_of_the_same_number_does_not_hold_it(folder: RunFolder) -> None:
+    """As number 1 in a container that was started again."""
+    locked_by(folder, owner(pid=os.getpid(), host=socket.gethostname()))
+    mine = Owner.this_process()
+    RunLock(folder, DEAD).acquire(mine)
+    assert RunLock(folder, DEAD).holder() == mine
 
 
 def test_a_process_of_another_host(folder: RunFolder) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -252,19 +253,45 @@ def test_peaks(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak
 
 
-def test_flops_agree_with_megatron() -> None:
-    """Megatron's own count, for a plain model with a short sequence."""
+@pytest.mark.parametrize(
+    ("megatron", "latent"),
+    [
+        ({}, {}),
+        ({"window_size": [255, 0], "window_attn_skip_freq": 4}, {"attention_gate": True}),
+        (
+            {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 96,
+             "moe_layer_freq": "[0,1,1,1]*4", "moe_shared_expert_intermediate_size": 64},
+            {},
+        ),
+        ({"num_experts": 4, "moe_layer_freq": 3}, {}),
+    ],
+    ids=["plain", "windows and gates", "experts in some layers", "experts of the dense size"],
+)  # fmt: skip
+def test_flops_agree_with_the_count_of_a_run(
+    megatron: dict[str, Any], latent: dict[str, Any]
+) -> None:
+    """What is known before Megatron has completed its options: the same, within a percent."""
     from megatron.training.training import num_floating_point_operations
 
     from megalatent.config import Config
     from megalatent.config_megatron import parse
+    from megalatent.training.flops import StepFlops
     from tests.launch.test_submit import LARGE
 
-    given = {"megatron": {**LARGE, "save": "x", "group_query_attention": True}}
-    given["megatron"] |= {"num_query_groups": 4}
-    args = parse(Config.from_mapping(given).megatron_argv())
+    given: dict[str, Any] = {
+        "latent": {"model": latent},
+        "megatron": {
+            **LARGE, "save": "x", "group_query_attention": True, "num_query_groups": 4, **megatron,
+        },
+    }  # fmt: skip
+    config = Config.from_mapping(given)
+    args = parse(config.megatron_argv())
+    ours = flops_per_token(args, config.latent)
+    # as Megatron completes them
     args.padded_vocab_size = args.vocab_size
-    args.kv_channels = args.kv_channels or 128
+    args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
+    args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    args.kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
     args.data_parallel_size = 1
-    theirs = num_floating_point_operations(args, batch_size=1) / args.seq_length
-    assert flops_per_token(args) == pytest.approx(theirs, rel=0.01)
+    theirs = StepFlops(args, config.latent, num_floating_point_operations).per_token(1)
+    assert ours == pytest.approx(theirs, rel=0.01)

@@ -15,6 +15,7 @@ import torch
 from megalatent import doctor, doctor_torch
 from megalatent.cli import main
 from megalatent.kernels import extension
+from tests.waiting import HANG
 
 ROWS = [
     "Python",
@@ -60,7 +61,7 @@ def test_a_broken_torch_is_a_row(tmp_path):
     }
     command = [sys.executable, "-m", "megalatent.cli", "doctor", "--json"]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=120
+        command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=HANG
     )
     assert (done.returncode, done.stderr) == (1, "")
     findings = {row["name"]: row for row in json.loads(done.stdout)}

@@ -25,18 +25,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.waiting import HANG
+
 __all__ = ["Layout", "RankError", "init", "run_ranks"]
 
 # How long the other ranks may still report after the first one failed: they often fail for a
 # better reason, or they hang waiting for the dead one.
 _GRACE = 3.0
+# How long hung ranks may take to write their stacks.
+_STACKS = 30.0
 
 
 class RankError(AssertionError):
     """A rank failed or hung; the message carries every rank's traceback or stack."""
 
 
-def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = HANG) -> list[Any]:
     """Call `fn(rank, *args)` in `n` forked processes joined by gloo; their results, by rank.
 
     `fn` may be a closure. What it returns is pickled: keep it small, and detached from graphs.
@@ -143,7 +147,13 @@ class _Rank:
 
     def dump_stack(self) -> None:
         self.hung = True
-        os.kill(self.process.pid, signal.SIGUSR1)
+        # One that ends just now needs no stack.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+
+    def stack_size(self) -> int:
+        path = self._path("stack")
+        return path.stat().st_size if path.exists() else 0
 
     def result(self) -> Any:
         return torch.load(io.BytesIO(self._path("result").read_bytes()), weights_only=False)
@@ -157,12 +167,23 @@ def _wait(ranks: list[_Rank], timeout: float) -> None:
             failed = True
             deadline = min(deadline, time.monotonic() + _GRACE)
         if time.monotonic() > deadline:
-            for rank in ranks:
-                if not rank.ended():
-                    rank.dump_stack()
-            time.sleep(0.5)
+            _dump_stacks([rank for rank in ranks if not rank.ended()])
             return
         time.sleep(0.005)
+
+
+def _dump_stacks(hung: list[_Rank]) -> None:
+    """Let ranks write their stacks, and wait until all have and none writes any more."""
+    for rank in hung:
+        rank.dump_stack()
+    deadline = time.monotonic() + _STACKS
+    before: list[int] = []
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+        sizes = [rank.stack_size() for rank in hung if not rank.ended()]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Setup:
                 lambda_=self.lambda_,
                 eval_passes=self.eval_passes if fuses else 1,
                 recompute=self.recompute,
-                timeout_seconds=30,
+                timeout_seconds=300,
             ),
         )
 

@@ -105,7 +105,7 @@ def test_losses_and_every_gradient_equal_the_oracle(fusion: str) -> None:
         replace(base, passes=(3, 2), plain_prompts=True, prefix_mixin=False),
         *([] if fusion == "additive" else [replace(base, passes=(3, 2), input_norm="all")]),
     ]
-    outcomes = run_ranks(1, _step, setups, timeout=120)[0]
+    outcomes = run_ranks(1, _step, setups)[0]
     for setup, (losses, gradients, parameters) in zip(setups, outcomes, strict=True):
         expected_losses, expected = _oracle_step(setup, parameters)
         assert losses.keys() == expected_losses.keys()

@@ -151,7 +151,7 @@ def test_experts_on_several_ranks_equal_one(dispatcher: str, layout: Layout) -> 
     # Ranks with two micro-batches each are one rank with all of them.
     setup = _with(replace(SETUP, batch=4 * layout.dp), moe_token_dispatcher_type=dispatcher)
     expected = _one_rank(replace(setup, passes=(2, 2) * layout.dp))
-    ranks = run_ranks(layout.world_size, _step, layout, setup, timeout=120)
+    ranks = run_ranks(layout.world_size, _step, layout, setup)
     for found in ranks[:1]:
         assert found.losses == pytest.approx(expected.losses, abs=LOSS)
         assert found.gradients.keys() == expected.gradients.keys()

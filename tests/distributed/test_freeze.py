@@ -36,7 +36,7 @@ NORMUON = {"optimizer": "adaptive_muon", "muon_scale_mode": "shape_scaling"}
 
 
 def _latent(**fusion: Any) -> dict[str, Any]:
-    return {"fusion": fusion, "passes": {"schedule": SCHEDULE, "timeout_seconds": 60}}
+    return {"fusion": fusion, "passes": {"schedule": SCHEDULE, "timeout_seconds": 300}}
 
 
 def _optimizer_state(chunks: list[Any], optimizer: Any, step: int) -> State:
@@ -149,7 +149,7 @@ def test_a_norm_of_every_input_trains_in_plain_steps(tmp_path: Path) -> None:
 )
 def test_fresh_fusion_warms_up(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
     """The n-th update counts n / warmup of its full size, also after a restart between updates."""
-    latent = {"passes": {"schedule": [*SCHEDULE[:2]], "timeout_seconds": 60}}
+    latent = {"passes": {"schedule": [*SCHEDULE[:2]], "timeout_seconds": 300}}
     given = configuration(tmp_path, latent, train_iters=7, **options)
     given["megatron"] |= {"save": str(tmp_path / "full"), "save_interval": 5}
     full = train(given, ranks, each_step=_optimizer_state)[0].kept

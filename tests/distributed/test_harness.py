@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.harness import Layout, RankError, run_ranks
+from tests.waiting import patiently, wait_until
 
 
 def test_results_come_by_rank() -> None:
@@ -42,10 +43,14 @@ def test_a_hang_shows_the_stack_of_every_rank() -> None:
             _waits_for_nothing()
         dist.all_reduce(torch.zeros(1))
 
-    with pytest.raises(RankError, match="did not finish") as caught:
-        run_ranks(2, hang, timeout=1)
-    assert "_waits_for_nothing" in str(caught.value)
-    assert "all_reduce" in str(caught.value)
+    def check(seconds: float) -> None:
+        with pytest.raises(RankError, match="did not finish") as caught:
+            run_ranks(2, hang, timeout=seconds)
+        assert "_waits_for_nothing" in str(caught.value)
+        assert "all_reduce" in str(caught.value)
+
+    # After one second the ranks of a busy machine may not yet be where they hang.
+    patiently(check, (1, 10, 100))
 
 
 def _waits_for_nothing() -> None:
@@ -65,10 +70,7 @@ def test_what_a_rank_started_ends_with_it() -> None:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid
 
     (pid,) = run_ranks(1, start)
-    deadline = time.monotonic() + 10
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _alive(pid)
+    wait_until("the end of the process", lambda: not _alive(pid))
 
 
 def _alive(pid: int) -> bool:

@@ -82,13 +82,13 @@ def _reference(setups: tuple[Setup, ...], steps: int) -> list[Result]:
     plain = tuple(replace(s, ddp={}) for s in setups)
     key = repr((plain, steps))
     if key not in _REFERENCES:
-        _REFERENCES[key] = run_ranks(1, _train, Layout(), plain, steps, timeout=120)[0]
+        _REFERENCES[key] = run_ranks(1, _train, Layout(), plain, steps)[0]
     return _REFERENCES[key]
 
 
 def _compare(layout: Layout, setups: tuple[Setup, ...], steps: int, ddp: Any = None) -> None:
     given = tuple(replace(s, ddp=ddp or {}) for s in setups)
-    results = run_ranks(layout.world_size, _train, layout, given, steps, timeout=240)
+    results = run_ranks(layout.world_size, _train, layout, given, steps)
     for setup, expected, *got in zip(setups, _reference(setups, steps), *results, strict=True):
         for result in got[:1]:  # reassembled on every rank alike
             what = f"{layout}, {setup.fusion}, K = {setup.passes}"
@@ -169,9 +169,7 @@ def test_packed_sequences_in_thd_layout() -> None:
     masked = Setup(passes=(3, 2))
     expected = _reference((masked,), 0)[0]
     for layout in (Layout(), Layout(tp=2, sp=True), Layout(pp=2)):
-        result = run_ranks(
-            layout.world_size, _train, layout, (replace(masked, thd=True),), 0, timeout=120
-        )[0][0]
+        result = run_ranks(layout.world_size, _train, layout, (replace(masked, thd=True),), 0)[0][0]
         for k, loss in expected.losses[0].items():
             assert abs(result.losses[0][k] - loss) < LOSS, f"{layout}, pass {k}"
         for name, gradient in expected.gradients[0].items():
@@ -189,7 +187,7 @@ def test_uneven_stages(split: str) -> None:
     """Layers as `megalatent plan --suggest-split` may divide them: also a stage without any."""
     setup = Setup(passes=(3, 2), config={"pipeline_model_parallel_layout": split})
     even = replace(setup, config={})
-    results = run_ranks(2, _uneven, Layout(pp=2), setup, timeout=120)
+    results = run_ranks(2, _uneven, Layout(pp=2), setup)
     assert [layers for layers, _ in results] == [part.count("t") for part in split.split("|")]
     expected = _reference((even,), 1)[0]
     result = results[0][1][0]

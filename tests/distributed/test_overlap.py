@@ -65,7 +65,7 @@ def _reductions(rank: int, layout: Layout, steps: Sequence[tuple[int, ...]]) -> 
 def test_layers_are_reduced_during_the_last_backward(layout: Layout) -> None:
     """Whatever K is: also after a first step without a fused pass, which fires fewer hooks."""
     steps = ((1, 1), (2, 1), (3, 2), (1, 1))
-    for groups, seen in run_ranks(layout.world_size, _reductions, layout, steps, timeout=120):
+    for groups, seen in run_ranks(layout.world_size, _reductions, layout, steps):
         for events in seen:
             assert len(events) == groups  # every bucket once
             assert all(of_layers == early for of_layers, early in events)

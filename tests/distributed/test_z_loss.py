@@ -146,7 +146,7 @@ def test_multi_token_prediction_has_no_z_loss(tmp_path: Path) -> None:
         given = configuration(
             tmp_path,
             {
-                "passes": {"schedule": 2, "timeout_seconds": 60},
+                "passes": {"schedule": 2, "timeout_seconds": 300},
                 "decay_phase": {"z_loss": coefficient},
             },
             mtp_num_layers=1,

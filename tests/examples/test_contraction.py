@@ -12,6 +12,7 @@ import pytest
 
 from examples.contraction.report import Training, draw, markdown, read_training
 from tests.training.runs import MODEL, VOCAB, write_data
+from tests.waiting import HANG
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -98,7 +99,7 @@ def test_the_study_stops_and_goes_on(tmp_path: Path) -> None:
         given = [f"megatron.{name}={value}" for name, value in tiny.items()]
         for override in [*given, "latent.passes.eval_passes=5", *overrides]:
             command += ["--set", override]
-        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG)
 
     def records() -> dict[str, list[tuple[str, int]]]:
         return {

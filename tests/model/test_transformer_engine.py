@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import HANG
+
 Facts = dict[str, Any]
 CASES = ("plain", "gate", "sandwich", "fbt", "experts", "grouped experts")
 
@@ -29,7 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     return json.loads((folder / "report.json").read_text())

@@ -30,6 +30,7 @@ from megalatent.passes.execute import Executor, HandOver
 from megalatent.passes.plan import Action, Plan
 from megalatent.passes.simulate import duration
 from megalatent.passes.watch import Watch
+from tests.waiting import HANG
 
 __all__ = ["HAND_OVER", "Ended", "StandIn", "join", "launch", "run_steps"]
 
@@ -153,7 +154,7 @@ def _dump_stacks(hung: list[Any]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGUSR1)
     if hung:
-        time.sleep(0.5)
+        time.sleep(3.0)
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Ended:
 
 
 def launch(
-    world: int, fn: Callable[[int], Any], *, limit: float, stopped: tuple[int, ...] = ()
+    world: int, fn: Callable[[int], Any], *, limit: float = HANG, stopped: tuple[int, ...] = ()
 ) -> list[Ended]:
     """Call `fn(rank)` in forked processes joined by gloo, and wait until they have ended.
 

@@ -40,7 +40,7 @@ def execute_all(stages: int, plans: Sequence[Plan]) -> list[list[Seen]]:
             executor.run(plan, programs[-1], HAND_OVER)
         return [(program.done, program.finished) for program in programs]
 
-    return results(launch(stages, stage, limit=60))
+    return results(launch(stages, stage))
 
 
 def plans_for(stages: int) -> list[Plan]:
@@ -116,7 +116,7 @@ def test_open_sends_and_posted_receives_do_not_grow_with_the_step(stages: int) -
             executor.run(plan, StandIn(plan, rank), HAND_OVER)
         return peaks
 
-    for seen in results(launch(stages, stage, limit=120)):
+    for seen in results(launch(stages, stage)):
         for plan, peaks in zip(plans, seen, strict=True):
             what = f"{len(plan.passes)} micro-batches, K = {set(plan.passes)}"
             # The answer to a hand-over comes two actions after it was consumed.
@@ -164,7 +164,7 @@ def test_recorder_sees_every_action_and_wait() -> None:
         executor.run(plan, StandIn(plan, rank), HAND_OVER)
         return seen
 
-    for rank, seen in enumerate(results(launch(2, stage, limit=60))):
+    for rank, seen in enumerate(results(launch(2, stage))):
         expected = []
         for action in plan.actions[rank]:
             waits = ["wait"] if plan.source(action, rank) is not None else []

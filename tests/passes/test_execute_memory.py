@@ -53,8 +53,8 @@ def test_memory_of_the_last_stage_grows_with_k_by_its_layers_only() -> None:
     The peak is not that of the sum: with the large vocabulary it is in a head, with the small one
     it may be between two. So much, a fraction of one micro-batch's logits, is allowed.
     """
-    small = run_ranks(2, _peaks, SMALL, timeout=120)[1]
-    large = run_ranks(2, _peaks, LARGE, timeout=120)[1]
+    small = run_ranks(2, _peaks, SMALL)[1]
+    large = run_ranks(2, _peaks, LARGE)[1]
     assert large[0] - small[0] > LOGITS_BYTES  # they are seen
     for passes in (2, 3):
         growth = large[passes - 1] - large[0]
@@ -112,7 +112,7 @@ def _outputs_alive(rank: int) -> tuple[int, int]:
 
 def test_outputs_are_freed_once_they_are_handed_over() -> None:
     """A visit keeps its graph until its backward, but its output only until the head has run."""
-    first, last = run_ranks(2, _outputs_alive, timeout=120)
+    first, last = run_ranks(2, _outputs_alive)
     assert first[0] > 2
     assert first[1] == 0
     assert last[0] > 2

@@ -20,6 +20,7 @@ from megalatent.passes.render import render_grid, render_timeline
 from megalatent.passes.render_svg import render_svg
 from megalatent.passes.simulate import simulate
 from megalatent.passes.split import layout, suggest_split
+from tests.waiting import HANG
 
 SMALL = ["plan", "--stages", "4", "--micro-batches", "8", "--passes", "2"]
 
@@ -259,7 +260,7 @@ def test_starts_without_torch():
         "code = main(['plan', '--stages', '4', '--micro-batches', '8', '--passes', '2']);"
         "assert code == 0; assert 'torch' not in sys.modules; assert 'numpy' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=HANG)
 
 
 def test_text_shows_every_stage_and_the_time(capsys):

@@ -13,6 +13,7 @@ import torch
 from megalatent import platform
 from megalatent.platform import patching
 from megalatent.platform.patching import Patch, PatchError
+from tests.waiting import HANG
 
 platform.install()
 ROWS = platform.patches()
@@ -72,7 +73,7 @@ def test_megatron_does_not_import_a_modelopt_that_it_cannot_use(tmp_path: Path) 
         "import megatron.training.training; print('ready'); import modelopt"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG
     )
     assert done.stdout.split("\n")[-3:] == ["ready", "modelopt imported", ""], done.stderr
     assert "modelopt imported" not in done.stdout.split("ready")[0]

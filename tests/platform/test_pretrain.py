@@ -79,8 +79,8 @@ full = pytest.mark.full
 def test_trains_evaluates_saves_and_resumes_exactly(
     tmp_path: Path, ranks: int, arguments: str
 ) -> None:
-    whole = _outcome(run_ranks(ranks, run, arguments, tmp_path, timeout=200))
-    resumed = _outcome(run_ranks(ranks, run, arguments, None, tmp_path, timeout=200))
+    whole = _outcome(run_ranks(ranks, run, arguments, tmp_path))
+    resumed = _outcome(run_ranks(ranks, run, arguments, None, tmp_path))
     assert all(map(math.isfinite, whole.train + whole.evaluation))
     assert whole.evaluation
     # Every second micro-batch loss of four iterations belongs to the last two.
@@ -104,8 +104,8 @@ def test_checkpoint_of_many_buckets_reshards_without_loss(
 ) -> None:
     """Masters and moments are those saved, bit for bit, whatever the buckets."""
     common = f"{RESHARDABLE} --overlap-grad-reduce --ddp-bucket-size 3000 --train-iters 2"
-    saved = _outcome(run_ranks(before[0], run, f"{common} {before[1]}", tmp_path, timeout=200))
-    loaded = run_ranks(after[0], run, f"{common} {after[1]}", None, tmp_path, timeout=200)
+    saved = _outcome(run_ranks(before[0], run, f"{common} {before[1]}", tmp_path))
+    loaded = run_ranks(after[0], run, f"{common} {after[1]}", None, tmp_path)
     assert saved.buckets > 3
     assert saved.optimizer_steps == {2.0}
     _assert_same_state(loaded[0], saved)

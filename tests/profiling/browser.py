@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.waiting import HANG
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Playwright
 
@@ -24,12 +26,12 @@ def launch(playwright: Playwright) -> Browser:
     from playwright.sync_api import Error
 
     try:
-        return playwright.chromium.launch()
+        return playwright.chromium.launch(timeout=1000 * HANG)
     except Error as error:
         if "Executable doesn't exist" not in error.message:
             raise
     for name in _NAMES:
         path = shutil.which(name)
         if path is not None:
-            return playwright.chromium.launch(executable_path=path)
+            return playwright.chromium.launch(executable_path=path, timeout=1000 * HANG)
     pytest.skip("no Chromium on this machine: run tools/browser.sh")

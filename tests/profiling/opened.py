@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.waiting import HANG
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
@@ -15,6 +17,7 @@ class Opened:
     def __init__(self, browser: Browser, path: Path, **options: Any) -> None:
         context = browser.new_context(viewport={"width": 1300, "height": 900}, **options)
         context.set_offline(True)
+        context.set_default_timeout(1000 * HANG)
         self.page: Page = context.new_page()
         self.wrong: list[str] = []
         self.requests: list[str] = []
@@ -41,6 +44,11 @@ class Opened:
         self.settle()
         view = self.js("() => page.timeline.view")
         return view["from"], view["to"]
+
+    def look(self, first: float, last: float) -> None:
+        """Show this part of the step, from one time to another (ns)."""
+        self.js("([first, last]) => page.timeline.look(first, last)", [first, last])
+        self.settle()
 
     def place(self, time: float, row: int, lane: int = 0) -> tuple[float, float]:
         """Where on the screen a time (ns of the step) of a row is."""

@@ -37,8 +37,8 @@ PART = 0.005
 class Sleeper:
     """A stage whose actions sleep; what it hands over says when it was made."""
 
-    def __init__(self, rank: int, seconds: Seconds, recorder: Any, parts: bool) -> None:
-        self.rank, self.seconds, self.recorder, self.parts = rank, seconds, recorder, parts
+    def __init__(self, rank: int, seconds: Seconds, recorder: Any, part: float) -> None:
+        self.rank, self.seconds, self.recorder, self.part = rank, seconds, recorder, part
 
     def forward(self, action: Action, stage_input: Tensor | None) -> Tensor:
         return self._act(action, "embedding" if action.k == 1 else "fusion")
@@ -56,9 +56,9 @@ class Sleeper:
 
     def _act(self, action: Action, part: str | None) -> Tensor:
         until = time.perf_counter() + self.seconds(action, self.rank)
-        if self.parts and part is not None and self.rank == 0 and action.chunk == 0:
+        if self.part and part is not None and self.rank == 0 and action.chunk == 0:
             self.recorder.begin(part, action)
-            time.sleep(PART)
+            time.sleep(self.part)
             self.recorder.end(part, action)
         time.sleep(max(0.0, until - time.perf_counter()))
         shape = tuple(HAND_OVER.shape)
@@ -75,7 +75,7 @@ def record(
     whole_step: bool = False,
     planned: Costs | None = None,
     facts: Mapping[str, Any] | None = None,
-    limit: float = 120,
+    factor: float = 1.0,
 ) -> Recording:
     """Execute plans in turn on stages that sleep, and record them.
 
@@ -87,6 +87,7 @@ def record(
         whole_step: each step ends with `REDUCE` and `UPDATE` seconds on every rank.
         planned: what the planner assumed.
         facts: for `Recording.facts`, besides what is always known.
+        factor: by which `PART`, `REDUCE` and `UPDATE` are longer.
     """
     stages = plans[0].stages
 
@@ -102,12 +103,12 @@ def record(
                 # The first round opens the connections.
                 mine = StepRecorder(CpuClock()) if number == 0 else recorder
                 mine.step_begins(iteration)
-                program = Sleeper(rank, time_of, mine, parts)
+                program = Sleeper(rank, time_of, mine, PART * factor * parts)
                 execute.Executor(ring, recorder=mine).run(plan, program, HAND_OVER)
                 if whole_step:
                     for kind, nap in (("reduce", REDUCE), ("optimizer", UPDATE)):
                         mine.begin(kind)
-                        time.sleep(nap)
+                        time.sleep(nap * factor)
                         mine.end(kind)
                 mine.step_ends(plan)
                 iteration += 1
@@ -115,7 +116,7 @@ def record(
         info = RankInfo(rank=rank, stage=rank, host=socket.gethostname())
         return info, recorder.finish(Alignment.between(before, align(dist.group.WORLD)))
 
-    results = launch(stages, stage, limit=limit)
+    results = launch(stages, stage)
     bad = [end.stderr for end in results if end.code != 0]
     assert not bad, bad[0]
     every = [end.result for end in results]

@@ -15,16 +15,16 @@ OFFSETS = (0, 7_000_000_000, -3_000_000)
 
 
 def _align(rank: int) -> list[tuple[int, int]]:
-    """(error of the aligned time, error that was reported), before and after a drift."""
+    """(error of the aligned time, error that was reported), between and at two alignments."""
 
     def now() -> int:
         return time.perf_counter_ns() + OFFSETS[rank]
 
     before = align(dist.group.WORLD, now=now, name="", exchanges=20)
-    after = align(dist.group.WORLD, now=now, name="", exchanges=20)
-    aligned = Alignment.between(before, after)
     # The machine's own clock is the first rank's: the truth is known here.
     true = time.perf_counter_ns() + OFFSETS[0]
+    after = align(dist.group.WORLD, now=now, name="", exchanges=20)
+    aligned = Alignment.between(before, after)
     found = [(aligned(true + OFFSETS[rank]) - true, max(before.error, after.error))]
     return [*found, (before.offset + OFFSETS[rank], before.error)]
 
@@ -32,8 +32,8 @@ def _align(rank: int) -> list[tuple[int, int]]:
 def test_ranks_on_different_clocks() -> None:
     for rank, found in enumerate(run_ranks(3, _align)):
         for off, error in found:
-            # Twice: the drift between two alignments has the error of both.
-            assert abs(off) <= 2 * error, rank
+            # Between two alignments none is further off than they are; 1 ns for the rounding.
+            assert abs(off) <= error + 1, rank
             assert (error > 0) == (rank > 0)
 
 

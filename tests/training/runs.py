@@ -47,6 +47,7 @@ from tests.distributed.layout import (  # noqa: E402
     full_optimizer_tensors,
     full_parameters,
 )
+from tests.waiting import HANG  # noqa: E402
 
 __all__ = [
     "CHANGING",
@@ -104,7 +105,7 @@ MODEL: dict[str, Any] = {
 MIXED: dict[str, Any] = {
     "schedule": {1: 0.4, 2: 0.3, 3: 0.3},
     "lambda": 0.5,
-    "timeout_seconds": 60,
+    "timeout_seconds": 300,
 }
 # K is 2, 1, 3, 1, 2 in the first five steps.
 CHANGING: dict[str, Any] = {
@@ -112,7 +113,7 @@ CHANGING: dict[str, Any] = {
         {"start": start, "mixture": {passes: 1.0}} for start, passes in enumerate((2, 1, 3, 1, 2))
     ],
     "lambda": 0.5,
-    "timeout_seconds": 60,
+    "timeout_seconds": 300,
 }
 
 
@@ -194,7 +195,7 @@ def train(
     plain_megatron: bool = False,
     each_step: EachStep | None = None,
     prepare: Callable[[int], None] | None = None,
-    timeout: float = 120,
+    timeout: float = HANG,
 ) -> list[Outcome]:
     """Run a configuration on `ranks` ranks to its end; outcomes by rank.
 

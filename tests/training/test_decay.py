@@ -122,7 +122,7 @@ def test_a_run_has_the_z_loss_in_its_decay_phase_alone(tmp_path: Path) -> None:
         given = configuration(
             tmp_path,
             {
-                "passes": {"schedule": 2, "timeout_seconds": 60},
+                "passes": {"schedule": 2, "timeout_seconds": 300},
                 "decay_phase": {"z_loss": coefficient},
             },
             train_iters=4,

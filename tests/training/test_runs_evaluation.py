@@ -31,7 +31,7 @@ EVALUATED = {
 def _latent(kind: str = "gated", schedule: Any = 2, passes: int = PASSES) -> dict[str, Any]:
     return {
         "fusion": {"kind": kind},
-        "passes": {"schedule": schedule, "eval_passes": passes, "timeout_seconds": 60},
+        "passes": {"schedule": schedule, "eval_passes": passes, "timeout_seconds": 300},
     }
 
 

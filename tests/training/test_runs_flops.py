@@ -65,7 +65,7 @@ def test_steps_of_one_two_and_three_passes(
     Attention on CPUs computes all scores and hides most. The pairs that are seen are counted here
     one by one.
     """
-    latent = {**latent, "passes": {"schedule": PASSES, "timeout_seconds": 60}}
+    latent = {**latent, "passes": {"schedule": PASSES, "timeout_seconds": 300}}
     given = configuration(tmp_path, latent, save=str(tmp_path / "run"), train_iters=3, **options)
     outcome = train(given, prepare=_count_every_step, each_step=lambda *_: list(_STEPS))[0]
     records = metrics(tmp_path / "run")
@@ -131,7 +131,7 @@ def _keep_throughput(rank: int) -> None:
 
 def test_megatrons_throughput_is_of_all_steps_since_its_last_line(tmp_path: Path) -> None:
     """It divides by their mean time, and K varies."""
-    passes = {"schedule": PASSES, "timeout_seconds": 60}
+    passes = {"schedule": PASSES, "timeout_seconds": 300}
     options = {"train_iters": 6, "log_interval": 3, "save": str(tmp_path / "run")}
     given = configuration(tmp_path, {"passes": passes}, **options)
     outcome = train(given, prepare=_keep_throughput, each_step=lambda *_: list(_THROUGHPUT))[0]

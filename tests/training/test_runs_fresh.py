@@ -20,7 +20,7 @@ FUSED_NORM = "fusion.fused_norm.weight"
 
 
 def _latent(kind: str) -> dict[str, Any]:
-    return {"fusion": {"kind": kind}, "passes": {"schedule": 2, "timeout_seconds": 60}}
+    return {"fusion": {"kind": kind}, "passes": {"schedule": 2, "timeout_seconds": 300}}
 
 
 class _Saved:

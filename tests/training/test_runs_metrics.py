@@ -288,7 +288,7 @@ def test_lines_of_router_losses_do_not_grow_with_the_passes(tmp_path: Path) -> N
     losses = {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.01, "mtp_num_layers": 1}
     shown = []
     for k in (1, 2):
-        latent = {"fusion": {"kind": "additive"}, "passes": {"schedule": k, "timeout_seconds": 60}}
+        latent = {"fusion": {"kind": "additive"}, "passes": {"schedule": k, "timeout_seconds": 300}}
         given = configuration(tmp_path, latent, train_iters=1, **experts, **losses)
         printed = train(given)[0].printed
         names = ("load_balancing_loss", "z_loss", "mtp_1 loss")

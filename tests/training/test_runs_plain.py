@@ -10,7 +10,7 @@ import torch
 
 from tests.training.runs import Outcome, configuration, last_stage, train
 
-ONE_PASS = {"passes": {"schedule": 1, "timeout_seconds": 60}}
+ONE_PASS = {"passes": {"schedule": 1, "timeout_seconds": 300}}
 SHARDED = {
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,

@@ -11,7 +11,7 @@ import torch
 
 from tests.training.runs import MIXED, configuration, last_stage, losses, metrics, same_state, train
 
-TWO = {"passes": {"schedule": 2, "lambda": 0.5, "timeout_seconds": 60}}
+TWO = {"passes": {"schedule": 2, "lambda": 0.5, "timeout_seconds": 300}}
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 full = pytest.mark.full
 

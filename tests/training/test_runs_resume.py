@@ -26,7 +26,7 @@ PASSES = {
         {"start": 0.5, "mixture": {1: 0.2, 2: 0.4, 3: 0.4}},
     ],
     "lambda": 0.5,
-    "timeout_seconds": 60,
+    "timeout_seconds": 300,
 }
 LATENT = {"passes": PASSES}
 PER_MICRO_BATCH = {"passes": {**PASSES, "draw": "micro_batch"}}

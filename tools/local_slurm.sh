@@ -19,6 +19,7 @@ NODES=${LOCAL_SLURM_NODES:-4}                  # nodes are called node0, node1, 
 GPUS=${LOCAL_SLURM_GPUS:-8}                    # pretended GPUs per node
 CPUS=${LOCAL_SLURM_CPUS:-64}                   # CPU cores that each node claims to have
 PORT=${LOCAL_SLURM_PORT:-16817}                # controller port; node I listens on PORT + 100 + I
+FIRST_JOB=${LOCAL_SLURM_FIRST_JOB:-1}          # number of the first job
 KILL_WAIT=${LOCAL_SLURM_KILL_WAIT:-3}          # seconds between SIGTERM and SIGKILL
 NODE_TIMEOUT=${LOCAL_SLURM_NODE_TIMEOUT:-6}    # seconds without an answer until a node counts as down
 NETNS=${LOCAL_SLURM_NETNS:-0}                  # 1: each node gets its own network, a crashed node goes silent
@@ -52,9 +53,13 @@ install_packages() {
   echo "local_slurm: installing ${PACKAGES[*]}" >&2
   export DEBIAN_FRONTEND=noninteractive
   local log; log=$(mktemp)
+  # two at once would find each other's locks
+  exec {apt}>"${TMPDIR:-/tmp}/local_slurm.apt"
+  flock "$apt"
   { apt-get update && apt-get install -y --no-install-recommends "${PACKAGES[@]}"; } >"$log" 2>&1 ||
     { tail -n 5 "$log" >&2; cannot "apt-get could not install ${PACKAGES[*]}"; }
   rm -f "$log"
+  exec {apt}>&-
 }
 
 # --- where each node listens ---
@@ -119,6 +124,7 @@ KillWait=$KILL_WAIT
 InactiveLimit=0
 WaitTime=0
 MinJobAge=3600
+FirstJobId=$FIRST_JOB
 JobRequeue=1
 PropagateResourceLimits=NONE
 NodeName=DEFAULT CPUs=$CPUS Boards=1 SocketsPerBoard=1 CoresPerSocket=$CPUS ThreadsPerCore=1 RealMemory=1000000 State=UNKNOWN Gres=gpu:h100:$GPUS
@@ -166,7 +172,7 @@ start_munge() {
     --pid-file="$LAB/munge/munged.pid" --log-file="$LAB/munge/munged.log" --seed-file="$LAB/munge/seed" \
     --num-threads=2 </dev/null >>"$LAB/log/munged.out" 2>&1 &
   echo $! >"$LAB/run/munged.started"
-  wait_for 10 munge_answers || { cat "$LAB/log/munged.out" >&2; cannot "munged did not start"; }
+  wait_for 60 munge_answers || { cat "$LAB/log/munged.out" >&2; cannot "munged did not start"; }
 }
 
 add_network() { # I: a network namespace on the bridge
@@ -222,7 +228,7 @@ up() {
   echo $! >"$LAB/run/slurmctld.started"
   local i
   for i in $(all_nodes); do start_node "$i"; done
-  if ! wait_for 20 nodes_idle; then
+  if ! wait_for 180 nodes_idle; then
     tail -n 3 "$LAB/log/slurmctld.log" "$LAB/log/slurmd.node0.log" >&2 || true
     down
     cannot "the nodes did not become idle"

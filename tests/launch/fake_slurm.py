@@ -139,6 +139,12 @@ def srun(folder: str) -> int:
                 stream.write(f"{rank}: {line}" if label else line)
                 stream.flush()
 
+    def end(number: int, frame: object) -> None:
+        for *_, task in tasks:
+            task.kill()
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
     for rank in range(4):
         node = f"node{rank // 2}"
         environment = {

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from megalatent import cli
 from megalatent.launch.progress import read_metrics
 from megalatent.launch.runfolder import RunFolder, State
 from megalatent.launch.slurm import Slurm
+from tests.waiting import HANG, reserve_ports, wait_until
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "local_slurm.sh"
@@ -60,12 +59,18 @@ class Lab:
     """A running local Slurm."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
+        port = reserve_ports(nodes + 100)
         self.environment = {
             **os.environ,
             "LOCAL_SLURM_DIR": str(folder),
             "LOCAL_SLURM_NODES": str(nodes),
-            "LOCAL_SLURM_PORT": str(_free_ports(nodes + 101)),
+            "LOCAL_SLURM_PORT": str(port),
+            # The ports of a run come from its job's number: runs in another lab have others.
+            "LOCAL_SLURM_FIRST_JOB": str(port),
             "LOCAL_SLURM_PREEMPT": "1",
+            # A busy machine is no dead node, and saves take their time there.
+            "LOCAL_SLURM_NODE_TIMEOUT": "15",
+            "LOCAL_SLURM_KILL_WAIT": "15",
             "SLURM_CONF": f"{folder}/etc/slurm.conf",
         }
 
@@ -73,7 +78,7 @@ class Lab:
         command = [str(TOOL), *arguments]
         return subprocess.run(
             command, env=self.environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, text=True, timeout=300,
+            stdout=subprocess.DEVNULL, text=True, timeout=HANG,
         )  # fmt: skip
 
     def heal(self) -> None:
@@ -83,7 +88,7 @@ class Lab:
 
     def command(self, *line: str) -> str:
         done = subprocess.run(
-            line, env=self.environment, capture_output=True, text=True, timeout=60
+            line, env=self.environment, capture_output=True, text=True, timeout=HANG
         )
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         return done.stdout
@@ -110,20 +115,6 @@ def lab_for_tests(nodes: int) -> Iterator[Lab]:
     lab.tool("down")
 
 
-def _free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on."""
-    first = 16000 + os.getpid() % 1000 * 10
-    for start in range(first, first + 20_000, 50):
-        if all(_is_free(port) for port in (start, *range(start + 100, start + count))):
-            return start
-    raise RuntimeError("no free ports")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
 @dataclass
 class Run:
     """A submitted run."""
@@ -136,18 +127,13 @@ class Run:
     def state(self) -> State:
         return self.folder.read_state()
 
-    def wait(self, what: str, until: Callable[[], Any], seconds: float = 400) -> Any:
+    def wait(self, what: str, until: Callable[[], Any]) -> Any:
         """Poll until `until()` is true; its value."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            value = until()
-            if value:
-                return value
-            time.sleep(0.1)
-        raise TimeoutError(f"{what}: not within {seconds} s\n{self.story()}")
-
-    def wait_for_iteration(self, iteration: int) -> None:
-        self.wait(f"iteration {iteration}", lambda: self.iteration() >= iteration, 600)
+        try:
+            # All scenarios run side by side: one may well take minutes.
+            return wait_until(what, until, 2 * HANG, pause=0.1)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.story()}") from None
 
     def wait_for_fault(self) -> None:
         """Until the first fault of STANDIN_FAULT has happened.
@@ -155,11 +141,11 @@ class Run:
         The end of the iteration before it is too early: whatever is done to the ranks between
         the two keeps the fault from happening now, and it then happens in a later attempt.
         """
-        self.wait("the fault", (self.folder.path / "fault-0").exists, 600)
+        self.wait("the fault", (self.folder.path / "fault-0").exists)
 
-    def wait_for_end(self, seconds: float = 400) -> State:
+    def wait_for_end(self) -> State:
         ends = ("finished", "failed", "cancelled", "stopped")
-        return self.wait("the end", lambda: self.state.status in ends and self.state, seconds)
+        return self.wait("the end", lambda: self.state.status in ends and self.state)
 
     def wait_for_jobs(self) -> None:
         """Until none of the run's jobs is in the queue any more."""
@@ -225,7 +211,7 @@ def standin_alone(folder: Path, ranks: int, **megatron: Any) -> list[dict[str, A
         **os.environ,
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_ports(1)),
+        "MASTER_PORT": str(reserve_ports(1)),
         "STANDIN_STEP_SECONDS": "0",
         "STANDIN_SAVE_SECONDS": "0",
     }
@@ -237,7 +223,7 @@ def standin_alone(folder: Path, ranks: int, **megatron: Any) -> list[dict[str, A
         )
         for rank in range(ranks)
     ]
-    assert [process.wait(120) for process in processes] == [0] * ranks
+    assert [process.wait(HANG) for process in processes] == [0] * ranks
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 

@@ -30,6 +30,7 @@ RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])
 STEP_SECONDS = float(os.environ.get("STANDIN_STEP_SECONDS", "0.05"))
 SAVE_SECONDS = float(os.environ.get("STANDIN_SAVE_SECONDS", "0.05"))
+CONNECT_SECONDS = 600.0
 
 
 def options() -> dict:
@@ -55,7 +56,9 @@ class Ring:
             # in the order of the ranks, so that sums round alike every time
             self.peers = sorted(peers, key=self._receive)
             return
-        for _ in range(200):
+        # The first rank may start much later, on a busy machine; who waits in vain is ended.
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while time.monotonic() < deadline:
             try:
                 self.peers = [socket.create_connection(address)]
                 self.peers[0].sendall(struct.pack("d", RANK))

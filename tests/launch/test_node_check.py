@@ -14,6 +14,7 @@ import pytest
 
 from megalatent.launch.node_check import check_gpus, check_links, check_memory
 from megalatent.launch.node_results import NodeCheck
+from tests.waiting import HANG, reserve_ports
 
 Answers = dict[str, str | None]
 
@@ -55,7 +56,8 @@ HEALTHY: Answers = {
         ),
     ],
 )
-def test_gpus(changed: Answers, problems: list[str]) -> None:
+def test_gpus(changed: Answers, problems: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert check_gpus(2, answering({**HEALTHY, **changed})) == problems
 
 
@@ -134,11 +136,12 @@ def test_a_slow_node_stands_out(tmp_path: Path) -> None:
 
 def run_ranks(results: Path, ranks: int, **environment: str) -> list[int]:
     """The all-reduce as real processes: two ranks on each node."""
+    port = str(reserve_ports(2))
     processes = [
         subprocess.Popen(
             [
                 *(sys.executable, "-m", "megalatent.launch.node_check", "--mode=all-reduce"),
-                *(f"--results={results}", "--seconds=60", "--min-bandwidth=0"),
+                *(f"--results={results}", f"--seconds={HANG}", "--min-bandwidth=0"),
             ],
             env={
                 **os.environ,
@@ -149,13 +152,13 @@ def run_ranks(results: Path, ranks: int, **environment: str) -> list[int]:
                 "SLURMD_NODENAME": f"node{rank // 2}",
                 "MASTER_ADDR": "127.0.0.1",
                 # the two nodes share this machine's loopback: apart from each other by port
-                "MASTER_PORT": str(47000 + os.getpid() % 1000 * 8),
+                "MASTER_PORT": port,
                 **environment,
             },
         )
         for rank in range(ranks)
     ]
-    return [process.wait(180) for process in processes]
+    return [process.wait(HANG) for process in processes]
 
 
 def test_an_all_reduce_over_real_processes(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from megalatent.launch.slurm_rank import cpus_beside_gpu, set_place
+from tests.waiting import HANG, wait_until
 
 
 def run(tmp_path: Path, program: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -23,7 +23,7 @@ def run(tmp_path: Path, program: str, **environment: str) -> subprocess.Complete
         env={**os.environ, "MEGALATENT_LOGS": str(tmp_path), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
     )
 
 
@@ -88,29 +88,34 @@ def test_an_error_is_left_without_secrets(tmp_path: Path) -> None:
 def test_threads_that_never_end_do_not_keep_a_failed_rank(tmp_path: Path) -> None:
     program = (
         "import threading, time\n"
-        "threading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError('x')"
+        "threading.Thread(target=time.sleep, args=(3600,)).start()\nraise ValueError('x')"
     )
     assert run(tmp_path, program).returncode == 1
 
 
 def test_a_signal_dumps_the_stacks_of_a_stuck_rank(tmp_path: Path) -> None:
-    script = tmp_path / "stuck.py"
-    script.write_text("import time\ndef stuck_here():\n    time.sleep(600)\nstuck_here()\n")
+    script, stuck = tmp_path / "stuck.py", tmp_path / "stuck"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "def stuck_here():\n    pathlib.Path(sys.argv[1]).touch()\n    time.sleep(3600)\n"
+        "stuck_here()\n"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "megalatent.launch.slurm_rank", str(script)],
+        [
+            sys.executable,
+            "-m",
+            "megalatent.launch.slurm_rank",
+            str(script),
+            str(stuck),
+        ],
         env={**os.environ, "MEGALATENT_LOGS": str(tmp_path), **SLURM},
     )
     stacks = tmp_path / "stacks" / "rank-5.txt"
-    deadline = time.monotonic() + 60
     try:
-        while not stacks.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(1)
+        wait_until("the rank to be stuck", stuck.exists)
         process.send_signal(signal.SIGUSR2)
-        while "stuck_here" not in stacks.read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until("its stack", lambda: "in stuck_here" in stacks.read_text())
         assert process.poll() is None
-        assert "stuck_here" in stacks.read_text()
     finally:
         process.kill()
         process.wait()

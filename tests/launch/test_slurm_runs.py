@@ -118,7 +118,7 @@ def killed_rank(lab: Lab, folder: Path) -> Run:
 
 @scenario
 def stopped_rank(lab: Lab, folder: Path) -> Run:
-    run = submit(lab, folder, "--env", "STANDIN_FAULT=stop:1:16", "--hang-minutes", "0.1")
+    run = submit(lab, folder, "--env", "STANDIN_FAULT=stop:1:16", "--hang-minutes", "0.3")
     run.wait_for_end()
     return run
 
@@ -204,9 +204,12 @@ def array(lab: Lab, folder: Path) -> Run:
 @scenario
 def after_another(lab: Lab, folder: Path) -> Run:
     """`--dependency`: starts when the other has ended, with its checkpoint to go on from."""
-    first = submit(lab, folder / "first")
+    first = submit(lab, folder / "first", *pause_at(12))
     second = submit(lab, folder / "second", f"--dependency=afterok:{first.jobs[0]}")
+    first.wait_for_fault()
+    assert Slurm().job_state(second.jobs[0]) == "PENDING"
     assert second.state.attempts == []
+    (first.folder.path / "go").touch()
     second.wait_for_end()
     assert first.state.status == "finished"
     assert (second.state.attempts[0].started) >= (first.state.attempts[0].ended or "")
@@ -305,7 +308,7 @@ def test_a_hang_leaves_stacks_and_the_run_goes_on(runs: dict, reference: list) -
     run = runs["stopped_rank"].result()
     assert attempts(run) == [("hang", 0, 10), ("exited", 10, 40)]
     first = run.state.attempts[0]
-    assert "no progress for 0.1 minutes after iteration 15" in first.reason
+    assert "no progress for 0.3 minutes after iteration 15" in first.reason
     assert "no stack from rank 1: stopped" in first.reason
     stacks = run.folder.logs / first.name / "stacks"
     for rank in (0, 2, 3):
@@ -448,7 +451,7 @@ def test_a_time_limit_that_nobody_announces(lab: Lab, reference: list, tmp_path:
     )  # fmt: skip
     # the signal would be sent, up to a minute too early: the script is told to ignore it
     lab.command("scontrol", "show", "job", run.jobs[0])
-    run.wait("the end", lambda: run.folder.finished(), 600)
+    run.wait("the end", run.folder.finished)
     assert len(run.state.attempts) >= 2
     assert {a.outcome for a in run.state.attempts[:-1]} <= {"time limit", "asked to stop"}
     same_training(run, reference)

@@ -17,6 +17,7 @@ import pytest
 from megalatent.launch.runfolder import Attempt, Owner, RunFolder, RunLock, State
 from tests.launch.fake_slurm import FakeSlurm, fake_slurm  # noqa: F401
 from tests.launch.lab import STANDIN, tiny_config
+from tests.waiting import HANG, wait_until
 
 JOB = "7"
 
@@ -59,7 +60,7 @@ class Supervised:
 
     def end(self) -> tuple[int, str]:
         assert self.process is not None
-        said, _ = self.process.communicate(timeout=120)
+        said, _ = self.process.communicate(timeout=HANG)
         return self.process.returncode, said
 
     def run(self, *options: str, **more: Any) -> tuple[int, str]:
@@ -70,11 +71,7 @@ class Supervised:
         """Up to this iteration, where the ranks wait for SIGTERM or the file `go`."""
         self.start(*options, STANDIN_FAULT=f"pause:0:{iteration}")
         assert self.process is not None
-        deadline = time.monotonic() + 60
-        while not (self.folder.path / "fault-0").exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"iteration {iteration}")
-            time.sleep(0.02)
+        wait_until(f"iteration {iteration}", (self.folder.path / "fault-0").exists)
         return self.process
 
     @property
@@ -83,7 +80,12 @@ class Supervised:
 
 
 @pytest.fixture
-def supervised(tmp_path: Path, fake_slurm: FakeSlurm) -> Iterator[Supervised]:  # noqa: F811
+def supervised(
+    tmp_path: Path,
+    fake_slurm: FakeSlurm,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Supervised]:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # the stand-ins for GPUs are others
     run = Supervised(tmp_path, fake_slurm)
     yield run
     if run.process is not None and run.process.poll() is None:
@@ -158,7 +160,7 @@ def test_failures_with_progress_between_them_do_not_add_up(supervised: Supervise
 
 
 def test_a_hang_is_ended_with_stacks(supervised: Supervised) -> None:
-    code, said = supervised.run("--hang-minutes=0.02", STANDIN_FAULT="hang:3:5")
+    code, said = supervised.run("--hang-minutes=0.1", STANDIN_FAULT="hang:3:5")
     assert code == 0, said
     attempt = supervised.state.attempts[0]
     assert attempt.outcome == "hang"
@@ -309,7 +311,7 @@ def test_attempts_that_were_cut_off_count_as_failures(supervised: Supervised) ->
 
 def test_a_half_written_checkpoint_goes_when_the_ranks_have_ended(supervised: Supervised) -> None:
     """On a full disk it leaves no room to write down what happened."""
-    code, said = supervised.run("--hang-minutes=0.02", STANDIN_FAULT="half:2:10")
+    code, said = supervised.run("--hang-minutes=0.1", STANDIN_FAULT="half:2:10")
     assert code == 0, said
     assert supervised.state.attempts[0].outcome == "hang"
     assert not (supervised.folder.path / "iter_0000010").exists()
@@ -327,10 +329,8 @@ def test_the_ranks_are_asked_until_they_can_be(supervised: Supervised) -> None:
     pids, away = supervised.slurm.folder / "pids", supervised.slurm.folder / "away"
     pids.rename(away)
     process.send_signal(signal.SIGUSR1)
-    deadline = time.monotonic() + 60
     log = supervised.folder.rank0_log
-    while "could not be signalled" not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until("the question", lambda: "could not be signalled" in log.read_text())
     away.rename(pids)
     code, said = supervised.end()
     assert code == 0, said

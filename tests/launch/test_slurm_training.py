@@ -14,6 +14,7 @@ import pytest
 
 from megalatent.launch.progress import read_metrics
 from tests.launch.lab import ROOT, Lab, Run, lab_for_tests, same_training, submit, tiny_config
+from tests.waiting import HANG
 
 # Minutes of real jobs: `make test-all` runs them.
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
@@ -30,8 +31,9 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def trained(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run that is going on."""
-    return submit(lab, tmp_path_factory.mktemp("trained") / "slurm", entry=None, **OPTIONS)
+    """A run that is going on, or waits to be asked to stop."""
+    entry = Path(__file__).with_name("paused_training.py")
+    return submit(lab, tmp_path_factory.mktemp("trained") / "slurm", entry=entry, **OPTIONS)
 
 
 def by_hand(lab: Lab, folder: Path, template: str, *arguments: str) -> str:
@@ -42,7 +44,7 @@ def by_hand(lab: Lab, folder: Path, template: str, *arguments: str) -> str:
     line = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0"]
     line += ["--cpus-per-task=1", f"--output={log}", str(ROOT / "slurm" / template), *arguments]
     environment = {**lab.environment, "MEGALATENT_CLUSTER_ENV": str(cluster)}
-    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=2 * HANG)
     text = log.read_text() if log.exists() else ""
     assert done.returncode == 0, (done.stderr, text[-3000:])
     return text
@@ -53,31 +55,31 @@ def test_a_pipeline_across_nodes_trains_as_it_does_without_slurm(
 ) -> None:
     """Interrupted by Slurm's early signal, resumed, and still the same losses at every step."""
     run = trained
-    run.wait_for_iteration(2)
+    run.wait("the pause", lambda: len(list(run.folder.path.glob("paused-*"))) == 4)
     lab.command("scancel", "--batch", "--signal=USR1", run.jobs[0])
 
     (tmp_path / "alone").mkdir()
     alone = tmp_path / "alone" / "run"
     config = tiny_config(alone.parent, save=str(alone), **OPTIONS)
     line = [sys.executable, "-m", "megalatent.cli", "train", str(config), "--nproc=4"]
-    done = subprocess.run(line, capture_output=True, text=True, env=os.environ, timeout=600)
+    done = subprocess.run(line, capture_output=True, text=True, env=os.environ, timeout=2 * HANG)
     assert done.returncode == 0, done.stderr[-3000:]
     reference = read_metrics(alone / "metrics.jsonl")
     assert len(reference) == OPTIONS["train_iters"]
     assert {len(record["loss_per_pass"]) for record in reference} >= {1, 2}
 
-    run.wait_for_end(seconds=600)
+    run.wait_for_end()
     assert run.state.status == "finished", run.story()
     first, second = run.state.attempts
     assert first.nodes == "node[0-1]"
-    assert first.outcome == "asked to stop"
+    assert (first.outcome, first.to_iteration) == ("asked to stop", 2)
     assert second.from_iteration == first.to_iteration
     same_training(run, reference)
     assert "loss pass 1" in (run.folder.logs / first.name / "node-node1.log").read_text()
 
 
 def test_a_checkpoint_is_evaluated_on_two_nodes(lab: Lab, trained: Run, tmp_path: Path) -> None:
-    trained.wait_for_end(seconds=600)
+    trained.wait_for_end()
     config = tiny_config(tmp_path, **OPTIONS)
     passes = ["--set", "latent.passes.eval_passes=5"]
     log = by_hand(lab, tmp_path, "evaluate.sbatch", str(config), str(trained.folder.path), *passes)

@@ -71,12 +71,17 @@ def against_cpu(device: str) -> Iterator[Outcome]:
         cpu = [pool.submit(_train, folder / f"cpu{k}", k, "cpu", start) for k in PASSES]
         for k, reference in zip(PASSES, cpu, strict=True):
             options = start | ({"bf16": True} if device == "cuda" else {})
-            losses, log = _train(folder / f"card{k}", k, device, options)
-            wanted, _ = reference.result()
+            what = f"K = {k}, {precision} against CPU float32"
+            try:
+                losses, log = _train(folder / f"card{k}", k, device, options)
+                wanted, _ = reference.result()
+            except RuntimeError as error:
+                yield Outcome(what, "failed", str(error))
+                continue
             worst = _worst(losses, wanted)
             detail = f"losses differ by {worst:.1e}, allowed {LOSS_TOLERANCE}"
             passed = worst <= LOSS_TOLERANCE and all(len(row) == k for row in losses)
-            yield Outcome.of(f"K = {k}, {precision} against CPU float32", passed, detail)
+            yield Outcome.of(what, passed, detail)
             if device == "cuda":
                 peak = max(map(float, _MAX_ALLOCATED.findall(log)), default=math.nan)
                 yield Outcome(f"K = {k}, memory", "measured", f"{peak:.0f} MB at most")

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,12 @@ class Staging:
         (self.final / "lock").unlink()
         self._lock.close()
         shutil.rmtree(old, ignore_errors=True)
+        if old.exists():
+            print(
+                f"megalatent: note: {old}, the conversion that stood there before, cannot be"
+                " deleted: remove it",
+                file=sys.stderr,
+            )
 
     def close(self) -> None:
         """Let go of an unfinished folder; it stays for the next attempt."""

@@ -111,7 +111,7 @@ def run_profile_command(args: argparse.Namespace) -> int:
         if place is None or place.rank == 0:
             targets.check(args.config)
         config, cases, world_size = _load(args, place)
-        notes = _check_steps(config, cases, world_size)
+        notes = _check_steps(config, cases, world_size, args.replicas)
     except UserError:
         if place is not None and place.local_rank != 0:
             return 2  # every rank finds the same mistake: one a node says so
@@ -145,18 +145,24 @@ def _load(args: argparse.Namespace, place: Joined | None) -> tuple[Config, Cases
     return config, cases, world_size
 
 
-def _check_steps(config: Config, cases: Cases, world_size: int) -> list[str]:
+def _check_steps(config: Config, cases: Cases, world_size: int, replicas: int) -> list[str]:
     """What the steps of the cases cannot be as they were asked for, a line each.
 
     Raises:
-        UserError: a step cannot be planned.
+        UserError: a step cannot be planned, or there are not so many replicas.
     """
     from megalatent.config_costs import virtual_chunks
     from megalatent.config_megatron import parse
     from megalatent.config_parallel import model_parallel_size
 
     args = parse(config.megatron_argv())
-    together = args.micro_batch_size * world_size // model_parallel_size(args)
+    there = world_size // model_parallel_size(args)
+    if replicas > there:
+        raise UserError(
+            f"--replicas: {replicas} are to be recorded, and {world_size} processes of this layout"
+            f" make {there}: give {there} or fewer"
+        )
+    together = args.micro_batch_size * there
     count = max(1, (args.global_batch_size or together) // together)
     sizes = args.pipeline_model_parallel_size, virtual_chunks(args)
     for case in cases:

@@ -133,6 +133,24 @@ def test_a_failed_run_is_told_by_its_own_words(monkeypatch, tmp_path):
     assert "--nproc 1" in (tmp_path / "logs" / "card1.log").read_text()
 
 
+def test_a_number_of_passes_that_fails_does_not_hide_the_others(monkeypatch):
+    def train(folder, passes, device, options):
+        if folder.name == "card2":
+            raise RuntimeError("training with K = 2 on cuda: out of memory")
+        return [[6.0] * passes] * 3, "max allocated: 12.5"
+
+    monkeypatch.setattr(gpu_check_training, "_train", train)
+    outcomes = {o.what: o for o in gpu_check_training.against_cpu("cuda")}
+    assert {name: o.status for name, o in outcomes.items()} == {
+        "K = 1, bf16 against CPU float32": "passed",
+        "K = 1, memory": "measured",
+        "K = 2, bf16 against CPU float32": "failed",
+        "K = 3, bf16 against CPU float32": "passed",
+        "K = 3, memory": "measured",
+    }
+    assert "out of memory" in outcomes["K = 2, bf16 against CPU float32"].detail
+
+
 def test_a_run_ends_when_the_time_is_over(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_check_training, "_deadline", 0.0)
     run = interpreter(tmp_path / "python", "exec sleep 60")

@@ -109,6 +109,8 @@ def test_the_run_that_was_trained_can_be_profiled(tmp_path: Path) -> None:
         ([], "what is to be profiled? give a CONFIG, or --compare BEFORE AFTER"),
         (["{config}", "--steps", "0"], "--steps: 0 is too few"),
         (["{config}", "--warmup", "0"], "--warmup: 0 is too few"),
+        (["{config}", "--nproc", "2", "--replicas", "3"],
+         "--replicas: 3 are to be recorded, and 2 processes of this layout make 2: give"),
         (["{config}", "--passes", "1,x"], "--passes: '1,x': give numbers of passes"),
         (["{config}", "--steps", "1000000000"], "--steps: 1000000000 is too many: give 10000 at"),
         (["{config}", "--passes", "2,2"], "names a number twice"),

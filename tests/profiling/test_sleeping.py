@@ -33,7 +33,7 @@ EVEN = Costs(forward=0.05, backward=0.1)
 
 
 # A recording of the last size takes minutes.
-LONGER = (1, 1, 3, 10, 30, 60)
+LONGER = (1, 3, 10, 30, 60)
 
 
 def times(costs: Costs, factor: float) -> Costs:

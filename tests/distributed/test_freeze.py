@@ -108,13 +108,15 @@ def test_plain_steps_leave_the_fusion_alone(
     # A norm's weight of 1 in bf16 moves only when its master has moved by 0.004.
     fused = {name for name in _of_fusion(set(states[1])) if not name.startswith("weight")}
     assert fused
+    # The additive matrix starts at zero, and passes no gradient on to the norm before it.
+    first = {name for name in fused if not name.endswith("adapter_norm.weight")}
     for step in range(1, 11):
         moved = _moved(states[step - 1], states[step])
         assert len(moved - fused) > 10  # the backbone trains in every step
         if step in PLAIN_STEPS:
             assert not _of_fusion(moved), f"step {step}"
         elif step == 4:
-            assert _of_fusion(moved) >= fused
+            assert _of_fusion(moved) >= first
     assert _of_fusion(_moved(states[9], states[10])) >= fused
     assert outcome.steps == {10.0}
 

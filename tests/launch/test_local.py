@@ -17,17 +17,16 @@ import torch
 import torch.distributed as dist
 
 from megalatent.errors import UserError
+from megalatent.launch import local
 from megalatent.launch import rank as rank_module
 from megalatent.launch.local import RankFailure, run_local
+from tests.waiting import HANG, wait_until
 
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> object:
     yield
-    deadline = time.monotonic() + 10
-    while psutil.Process().children(recursive=True) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert psutil.Process().children(recursive=True) == []
+    wait_until("all processes end", lambda: not psutil.Process().children(recursive=True))
 
 
 def run(worker: Callable[[int], None], nproc: int = 3, **options: object) -> None:
@@ -88,28 +87,47 @@ def test_the_error_of_the_rank_that_failed(capfd: pytest.CaptureFixture[str]) ->
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_consequence_that_is_noticed_first_is_not_blamed() -> None:
+@pytest.fixture
+def one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """A rank calls it with whether it ends first; the others then wait until that was noticed."""
+    monkeypatch.setattr(local, "_SETTLE", HANG)  # for these others; it is over when they end
+    number = tmp_path / "first"
+
+    def ends(first: bool) -> None:
+        if first:
+            number.write_text(str(os.getpid()))
+            return
+        pid = int(wait_until("the first one", lambda: number.exists() and number.read_text()))
+        # Its parent asks for its status, and only then is it gone.
+        wait_until("the end of the first one", lambda: not psutil.pid_exists(pid))
+
+    return ends
+
+
+def test_a_consequence_that_is_noticed_first_is_not_blamed(
+    one_by_one: Callable[[bool], None],
+) -> None:
     def worker(rank: int) -> None:
+        one_by_one(rank == 0)
         if rank == 0:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
-        time.sleep(0.5)
         raise ValueError("the cause")
 
     found = failure(worker, 2)
     assert (found.rank, found.summary) == (1, "ValueError: the cause")
 
 
-def test_the_first_of_two_causes_is_blamed() -> None:
+def test_the_first_of_two_causes_is_blamed(one_by_one: Callable[[bool], None]) -> None:
     def worker(rank: int) -> None:
-        time.sleep(0.0 if rank == 2 else 0.4)
+        one_by_one(rank == 2)
         raise ValueError(f"of rank {rank}")
 
     assert failure(worker).rank == 2
 
 
-def test_only_consequences_blame_the_first() -> None:
+def test_only_consequences_blame_the_first(one_by_one: Callable[[bool], None]) -> None:
     def worker(rank: int) -> None:
-        time.sleep(0.0 if rank == 1 else 0.4)
+        one_by_one(rank == 1)
         raise RuntimeError("Socket Timeout")
 
     assert failure(worker).rank == 1
@@ -138,14 +156,16 @@ def test_a_killed_rank() -> None:
     assert "killed by SIGKILL" in found.summary
 
 
-def test_who_ends_because_of_another_rank_is_not_blamed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_who_ends_because_of_another_rank_is_not_blamed(
+    one_by_one: Callable[[bool], None], capfd: pytest.CaptureFixture[str]
+) -> None:
     """It speaks first and in its own words, and nothing of it is shown besides the cause."""
 
     def worker(rank: int) -> None:
+        one_by_one(rank == 0)
         if rank == 0:
             assert rank_module.report("rank 1 has left us", follows=True)
             os._exit(1)
-        time.sleep(0.4)
         os.kill(os.getpid(), signal.SIGKILL)
 
     found = failure(worker, 2)

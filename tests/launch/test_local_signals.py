@@ -16,6 +16,7 @@ import pytest
 from megalatent.launch import rank as rank_module
 from megalatent.launch.local import RankFailure, Stopped, _Launcher
 from tests.launch.test_local import no_process_is_left, run, sleep_long
+from tests.waiting import HANG, wait_until
 
 __all__ = ["no_process_is_left"]
 
@@ -47,6 +48,11 @@ def ignores(folder: Path, rank: int) -> None:
     dies(folder, rank)
 
 
+def stays(folder: Path, rank: int) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: (folder / f"told{rank}").touch())
+    dies(folder, rank)
+
+
 def fails_to_save(folder: Path, rank: int) -> None:
     waits(folder, rank)
     if rank == 1:
@@ -73,20 +79,25 @@ class Launched:
 
         self.process = multiprocessing.get_context("fork").Process(target=launch)
         self.process.start()
-        deadline = time.monotonic() + 60
-        while not all((folder / f"up{rank}").exists() for rank in range(2)):
-            assert self.process.is_alive()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        self.wait_for_ranks(folder, "up")
         self.ranks = psutil.Process(self.process.pid).children()
+
+    def wait_for_ranks(self, folder: Path, mark: str) -> None:
+        """Until both have left it."""
+
+        def have_left_it() -> bool:
+            assert self.process.is_alive()
+            return all((folder / f"{mark}{rank}").exists() for rank in range(2))
+
+        wait_until(f"mark {mark!r} of both ranks", have_left_it)
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def end(self) -> tuple[int | None, str]:
-        self.process.join(timeout=60)
-        _, alive = psutil.wait_procs(self.ranks, timeout=10)
+        self.process.join(timeout=HANG)
+        _, alive = psutil.wait_procs(self.ranks, timeout=HANG)
         assert alive == []
         return self.process.exitcode, self.said.read_text() if self.said.exists() else ""
 
@@ -107,9 +118,9 @@ def test_a_signal_ends_ranks_that_do_not_handle_it(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_kills(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, ignores)
+    launched = Launched(tmp_path, stays)
     launched.signal(signal.SIGTERM)
-    time.sleep(0.5)
+    launched.wait_for_ranks(tmp_path, "told")
     assert launched.process.is_alive()  # it waits for its ranks
     launched.signal(signal.SIGTERM)
     assert launched.end() == (128 + signal.SIGTERM, "stopped by SIGTERM")

@@ -19,6 +19,7 @@ from megalatent.config_megatron import parse
 from megalatent.launch import train_command
 from megalatent.launch.local import RankFailure
 from megalatent.launch.rank import LAST_WORDS
+from tests.waiting import HANG
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -208,7 +209,7 @@ def run_whole(command: list[str], path: Path, *options: str) -> subprocess.Compl
         [*command, "-m", "megalatent.cli", "train", str(path), *options],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         env=environment,
         check=False,
     )

@@ -20,12 +20,13 @@ from megalatent.profiling.run import RunProfiler
 from megalatent.training import pretrain
 from tests.distributed.harness import run_ranks
 from tests.training.runs import MIXED, Outcome, configuration, train
+from tests.waiting import HANG
 
 CASES = ({1: 1.0}, {2: 1.0}, {1: 0.5, 3: 0.5})
 
 
 def profiled(
-    given: dict[str, Any], ranks: int, plan: CasePlan, replicas: int = 1, timeout: float = 120
+    given: dict[str, Any], ranks: int, plan: CasePlan, replicas: int = 1, timeout: float = HANG
 ) -> Recording:
     """The recording that the first rank is handed."""
     config = Config.from_mapping(given)
@@ -195,7 +196,7 @@ def test_recording_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def profiled_in_training(
-    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, timeout: float = 120
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, timeout: float = HANG
 ) -> Outcome:
     """What a run on one rank gave that profiles steps of its own."""
     run = pretrain.run

@@ -56,23 +56,41 @@ def _without_bucket_padding(original: Any) -> Any:
     return sharded_param_state_fully_reshardable
 
 
-def _state_dict_before_first_step(original: Any) -> Any:
-    """On resume the state is asked for while it is still empty: answer with step 0."""
+def _state_dict_without_state(original: Any) -> Any:
+    """On resume there is no state yet: answer with step 0. Without weights there never is one.
+
+    A rank has no weights if its part of the shards is empty, and none of experts if its pipeline
+    stage is dense. What it answers may be what is saved, for all.
+    """
 
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:
         state = self.optimizer.state
         if len(state):
             return original(self)
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                state[param] = {"step": torch.zeros(())}
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        # torch hands on keys that are no tensors as they are.
+        for key in weights or ["none"]:
+            state[key] = {"step": torch.tensor(0.0 if weights else getattr(self, _STEPS, 0.0))}
         try:
             return original(self)
         finally:
             state.clear()
 
     return state_dict
+
+
+# Attribute of an optimiser: its steps, counted by us because torch counts them for each weight.
+_STEPS = "megalatent_steps"
+
+
+def _counting_steps(original: Any) -> Any:
+    @functools.wraps(original)
+    def step_with_ready_grads(self: Any) -> Any:
+        setattr(self, _STEPS, getattr(self, _STEPS, 0.0) + 1.0)
+        return original(self)
+
+    return step_with_ready_grads
 
 
 def _one_step_tensor_each(original: Any) -> Any:
@@ -84,6 +102,7 @@ def _one_step_tensor_each(original: Any) -> Any:
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"].clone()
+        setattr(self, _STEPS, float(state_dict["optimizer"]["param_groups"][0]["step"]))
 
     return load_state_dict
 
@@ -146,8 +165,15 @@ TORCH_OPTIMIZER_FIXES = (
     Patch(
         _OPTIMIZER,
         "DistributedOptimizer.state_dict",
-        "asserts that there is one step, but there is no state yet when a checkpoint is loaded",
-        _state_dict_before_first_step,
+        "asserts that there is one step: there is none yet on resume, and none without weights",
+        _state_dict_without_state,
+        ("self",),
+    ),
+    Patch(
+        _OPTIMIZER,
+        "DistributedOptimizer.step_with_ready_grads",
+        "on a rank without weights of this optimiser nobody knows its step when it is saved",
+        _counting_steps,
         ("self",),
     ),
     Patch(

@@ -1,7 +1,8 @@
 """Whether a run can read the optimiser's state of a checkpoint: Megatron finds out too late.
 
-The state is written in one form for each way of spreading it over ranks, and weights of experts are
-a part of their own only where they are spread. Another form ends in errors that name its insides.
+The state is written in one form for each way of spreading it over ranks. Another form ends in
+errors that name its insides. Weights of experts are a part of their own only where they are spread;
+that much can be mended (`optimizer_form`).
 """
 
 from __future__ import annotations
@@ -11,18 +12,31 @@ from collections.abc import Callable
 from typing import Any
 
 from megalatent.errors import UserError
+from megalatent.training.optimizer_form import in_own_form
 
 __all__ = ["check_optimizer_state", "checking_state"]
+
+
+# One optimiser for all weights; others are several, each with experts in a part of its own or not.
+_ONE_OPTIMIZER = ("adam", "sgd")
 
 
 def checking_state(read: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's `_load_global_dist_base_checkpoint`, which looks before it reads the state."""
 
     @functools.wraps(read)
-    def checked(load_dir: Any, args: Any, rank0: bool, *rest: Any, **kwargs: Any) -> Any:
-        found = read(load_dir, args, rank0, *rest, **kwargs)
+    def checked(
+        load_dir: Any, args: Any, rank0: bool, wanted: Any, *rest: Any, **kwargs: Any
+    ) -> Any:
+        found = read(load_dir, args, rank0, wanted, *rest, **kwargs)
+        state, folder = found[:2]
         if rank0:  # what ranks have in common; read first
-            check_optimizer_state(found[0].get("args"), args)
+            check_optimizer_state(state.get("args"), args)
+        elif args.num_experts and "optimizer" in wanted:
+            from megatron.core.dist_checkpointing import load_common_state_dict
+
+            saved = load_common_state_dict(folder)["optimizer"]
+            state["optimizer"] = in_own_form(wanted["optimizer"], state["optimizer"], saved)
         return found
 
     return checked
@@ -52,7 +66,10 @@ def check_optimizer_state(checkpoint_args: Any, args: Any) -> None:
 
 
 def _check_layout(checkpoint_args: Any, args: Any) -> None:
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+    names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    if args.num_experts:
+        names += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
+    for name in names:
         before, now = getattr(checkpoint_args, name), getattr(args, name)
         if before != now:
             raise UserError(
@@ -71,7 +88,7 @@ def _form(args: Any) -> dict[str, Any]:
         "optimizer": args.optimizer,
         "use_distributed_optimizer": spread or layer_wise,
     }
-    if args.num_experts:
+    if args.num_experts and args.optimizer not in _ONE_OPTIMIZER:
         many = args.expert_model_parallel_size > 1
         form["expert_model_parallel_size"] = "more than 1" if many else 1
     if not spread:  # which has masters in fp32 also of weights in fp32

@@ -47,10 +47,16 @@ LAYER_WISE = {**NORMUON, "use_layer_wise_distributed_optimizer": True}
         (SHARDED, {}, "use_distributed_optimizer: false cannot.*trained with true"),
         (NORMUON, LAYER_WISE, "use_distributed_optimizer: true cannot.*trained with false"),
         (
-            {"num_experts": 4},
-            {"num_experts": 4, "expert_model_parallel_size": 2},
+            {"num_experts": 4, **NORMUON},
+            {"num_experts": 4, **NORMUON, "expert_model_parallel_size": 2},
             "expert_model_parallel_size: more than 1 cannot.*trained with 1",
         ),
+        (
+            {"num_experts": 4, **SHARDED},
+            {"num_experts": 4, **SHARDED, "expert_model_parallel_size": 2},
+            "expert_model_parallel_size: 2 cannot.*saved at 1 without.*fully_reshardable",
+        ),
+        ({"num_experts": 4}, {"num_experts": 4, "expert_model_parallel_size": 2}, None),
         ({"bf16": False}, {}, "bf16: true cannot.*trained with false"),
         (
             SHARDED,

@@ -23,6 +23,17 @@ PP2 = {"pipeline_model_parallel_size": 2}
 BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 2000}
 RESHARDABLE = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
 PLAIN: dict[str, Any] = {}
+# With EP 1 all weights share an optimiser, with EP 2 the experts have their own.
+EP1 = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_token_dispatcher_type": "alltoall",
+}
+EP2 = {**EP1, "expert_model_parallel_size": 2}
+# One stage is dense, and has no optimiser of experts; the checkpoint has the first stage's form.
+LATE, EARLY = {"moe_layer_freq": "[0,1]"}, {"moe_layer_freq": "[1,0]"}
+BF16 = {"bf16": True}
 
 
 def _train(folder: Path, name: str, ranks: int, options: dict[str, Any], **more: Any) -> Outcome:
@@ -60,6 +71,23 @@ full = pytest.mark.full
         pytest.param((2, PP2), (2, TP2), RESHARDABLE, id="pp2-tp2"),
         pytest.param((2, BUCKETS), (1, ONE), RESHARDABLE, id="buckets-dp2-one"),
         pytest.param((2, BUCKETS), (2, {**TP2, **BUCKETS}), RESHARDABLE, id="buckets", marks=full),
+        pytest.param((1, EP1), (2, EP2), RESHARDABLE, id="ep1-ep2"),
+        pytest.param((2, EP2), (1, EP1), RESHARDABLE, id="ep2-ep1"),
+        pytest.param((1, EP1), (2, EP2), PLAIN, id="ep1-ep2-unsharded"),
+        pytest.param((2, EP2), (1, EP1), PLAIN, id="ep2-ep1-unsharded", marks=full),
+        pytest.param((1, EP1), (2, EP2), {**RESHARDABLE, **BF16}, id="ep1-ep2-bf16", marks=full),
+        pytest.param((2, EP2), (1, EP1), BF16, id="ep2-ep1-bf16-unsharded", marks=full),
+        *(
+            pytest.param(
+                (4, {**EP2, **PP2, **where}), after, RESHARDABLE, id=f"{name}-{to}", marks=full
+            )
+            for name, where in (("late", LATE), ("early", EARLY))
+            for to, after in (
+                ("same", (4, {**EP2, **PP2, **where})),
+                ("ep1", (1, {**EP1, **where})),
+                ("pp1", (2, {**EP2, **where})),
+            )
+        ),
         pytest.param((2, TP2), (1, ONE), PLAIN, id="tp2-tp1-unsharded", marks=full),
         pytest.param((1, ONE), (2, PP2), PLAIN, id="pp1-pp2-unsharded", marks=full),
         pytest.param(
@@ -80,11 +108,14 @@ def test_other_layout(
     resumed = _train(folder, name, after[0], {**after[1], **optimizer}, **load)
     whole, rest = losses(folder / source), losses(folder / name)
     assert list(rest) == list(range(SAVED + 1, STEPS + 1))
+    # In bf16 a sum in another order rounds otherwise; a moment that is lost is off by its size.
+    coarse = "bf16" in optimizer
     for step, found in rest.items():
-        assert found == pytest.approx(whole[step], rel=1e-5), step
+        assert found == pytest.approx(whole[step], rel=1e-3 if coarse else 1e-5), step
     assert resumed.steps == expected.steps == {float(STEPS)}
     for key in ("param", "exp_avg", "exp_avg_sq"):
         for weight, tensor in expected.optimizer[key].items():
             difference = (resumed.optimizer[key][weight] - tensor).norm()
             # Adam divides by the root of gradients that may be rounding noise: 1e-3.
-            assert difference <= 1e-3 * tensor.norm(), f"{key} of {weight}"
+            allowed = (0.1 if coarse else 1e-3) * tensor.norm()
+            assert difference <= allowed, f"{key} of {weight}"

@@ -1,0 +1,109 @@
+"""The optimiser's state of a checkpoint in the form that the run's own optimisers have.
+
+With experts spread over ranks (EP above 1) Megatron gives them an optimiser of their own beside the
+one of the other weights; at EP 1 one optimiser has all. Moments and masters are saved by the names
+of the weights and are found in either form. What does not belong to a weight (the step, what the
+groups of weights have in common) is saved by the place that it has in the form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megalatent.errors import UserError
+
+__all__ = ["in_own_form"]
+
+# What a run's group of weights keeps of its own.
+_OWN = ("params", "is_expert_parallel")
+
+
+def in_own_form(own: Mapping[Any, Any], loaded: Any, saved: Mapping[Any, Any]) -> Any:
+    """What `load_state_dict` of the run's optimiser is to get.
+
+    Args:
+        own: the sharded state that the run asked for.
+        loaded: what Megatron made of it: the sharded parts in the places where they were asked for,
+            and what the checkpoint has beside them in the places of the checkpoint's form.
+        saved: that alone.
+
+    Raises:
+        UserError: the checkpoint's optimiser has no group of weights like one of the run's.
+    """
+    sources = _optimizers(saved)
+    if len(_optimizers(own)) == len(sources):
+        return loaded
+    if not _is_chain(own):
+        return _filled(own, loaded, sources)
+    return {number: _filled(part, loaded[number], sources) for number, part in own.items()}
+
+
+def _is_chain(state: Mapping[Any, Any]) -> bool:
+    return all(isinstance(key, int) for key in state)
+
+
+def _optimizers(state: Mapping[Any, Any]) -> list[Any]:
+    return [state[number] for number in sorted(state)] if _is_chain(state) else [state]
+
+
+def _filled(own: Mapping[Any, Any], loaded: Any, sources: Sequence[Any]) -> dict[Any, Any]:
+    """The state of one of the run's optimisers."""
+    state = _with_loaded(own, loaded)
+    inner = _inner(state)
+    groups = [group for source in sources for group in _inner(source)["param_groups"]]
+    inner["param_groups"] = [_like_saved(group, groups) for group in inner["param_groups"]]
+    first = _inner(sources[0])
+    if "common_step" in first.get("state", ()):
+        inner["state"]["common_step"] = first["state"]["common_step"]
+    if "grad_scaler" in sources[0]:
+        state["grad_scaler"] = sources[0]["grad_scaler"]
+    return state
+
+
+def _inner(state: Any) -> Any:
+    """torch's part: optimisers with masters or shards keep it beside these."""
+    return state.get("optimizer", state)
+
+
+def _with_loaded(own: Any, loaded: Any) -> Any:
+    """`own`, with what was loaded in the place of each part that asks for it."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+
+    if isinstance(own, ShardedBase | LocalNonpersistentObject):
+        return loaded
+    if isinstance(own, Mapping):
+        return {k: _with_loaded(v, _at(loaded, k)) for k, v in own.items()}
+    if isinstance(own, list):
+        return [_with_loaded(v, _at(loaded, i)) for i, v in enumerate(own)]
+    return own
+
+
+def _at(loaded: Any, key: Any) -> Any:
+    """None where nothing was asked for, so that nothing is there."""
+    if isinstance(loaded, Mapping):
+        return loaded.get(key)
+    if isinstance(loaded, list) and key < len(loaded):
+        return loaded[key]
+    return None
+
+
+def _like_saved(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    kind = _kind(group)
+    for other in saved:
+        if _kind(other) == kind:
+            return {**other, **{key: group[key] for key in _OWN if key in group}}
+    raise UserError(
+        "the checkpoint's optimiser has no group of weights with"
+        f" {', '.join(f'{k} = {v}' for k, v in kind.items() if v is not None)}: keep"
+        " expert_model_parallel_size as it was, or start a new run from the weights"
+        " (megatron.finetune: true)"
+    )
+
+
+def _kind(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron tells groups apart by, besides who has the weights."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    names = (name for name in param_group_identifier_keys if name not in _OWN)
+    return {name: group.get(name, group.get(f"pre_{name}")) for name in names}

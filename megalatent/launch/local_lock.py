@@ -23,6 +23,8 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 def folder_for_one_run(megatron: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[None]:
     """Hold the folder that a run saves to; nothing where it saves nothing.
 
+    A run that has left nothing in it, because it was refused, leaves no trace of the lock either.
+
     Args:
         megatron: the run's options, `save` and `skip_train` among them.
         environ: says which Slurm job this is, if it is one: Slurm is then asked whether it lives.
@@ -34,6 +36,7 @@ def folder_for_one_run(megatron: Mapping[str, Any], environ: Mapping[str, str]) 
         yield
         return
     folder = RunFolder(Path(megatron["save"]))
+    missing = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
     folder.path.mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder, lambda job: _is_active(job, lock))
     try:
@@ -52,6 +55,10 @@ def folder_for_one_run(megatron: Mapping[str, Any], environ: Mapping[str, str]) 
     finally:
         with contextlib.suppress(OSError):  # the disk is full: a lock of a dead process is none
             lock.release()
+            if [path.name for path in folder.path.iterdir()] == [lock.file.name]:
+                lock.file.unlink()
+            for path in missing:
+                path.rmdir()  # only what is empty
 
 
 def _is_active(job: str, lock: RunLock) -> bool:

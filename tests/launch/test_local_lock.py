@@ -75,10 +75,38 @@ def test_the_command_holds_it_while_its_ranks_train(
     assert holder(folder) is None
 
 
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_run_that_is_refused_leaves_no_trace(tmp_path: Path, existed: bool) -> None:
+    """What it refuses may stand in the checkpoint, which only the ranks read."""
+    folder = RunFolder(tmp_path / "runs" / "new" / "run")
+    if existed:
+        folder.path.mkdir(parents=True)
+    with hold(folder):
+        assert holder(folder)
+    assert list(tmp_path.rglob("*")) == (
+        [folder.path.parent.parent, folder.path.parent, folder.path] if existed else []
+    )
+
+
 def test_a_run_that_fails_lets_go_of_it(folder: RunFolder) -> None:
-    with pytest.raises(RuntimeError, match="a rank failed"), hold(folder):
-        raise RuntimeError("a rank failed")
+
+    def fail() -> None:
+        with hold(folder):
+            (folder.path / "metrics.jsonl").touch()
+            raise RuntimeError("a rank failed")
+
+    with pytest.raises(RuntimeError, match="a rank failed"):
+        fail()
+    assert (folder.path / "lock.1").exists()
     take(folder)
+    assert (folder.path / "metrics.jsonl").exists()
+
+
+def test_a_run_that_came_meanwhile_keeps_its_lock(folder: RunFolder) -> None:
+    with hold(folder):
+        (folder.path / "lock.1").rename(folder.path / "lock.2")
+        locked_by(folder, owner("8"))
+    assert holder(folder) == owner("8")
 
 
 def test_a_live_process_is_refused_and_a_dead_one_is_not(
@@ -137,7 +165,7 @@ def test_where_files_have_no_second_name(
     with hold(folder):
         pass
     assert f"{folder.path} cannot be locked (Operation not permitted)" in capsys.readouterr().err
-    assert list(folder.path.iterdir()) == []
+    assert not folder.path.exists()
 
 
 @pytest.mark.parametrize("options", [{"save": None}, {"skip_train": True}])

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["match_groups_by_weights"]
+__all__ = ["SCHEDULED", "match_groups_by_weights"]
 
 # What the scheduler sets a group's learning rate and weight decay by.
-_SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
+SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 Group = dict[str, Any]
 
@@ -64,7 +64,7 @@ def _pairs(current: Sequence[Group], saved: Sequence[Group]) -> list[tuple[Group
     """Each of the run's groups with the saved one of the same weights; none if that is unclear."""
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-    weights = [name for name in param_group_identifier_keys if name not in _SCHEDULED]
+    weights = [name for name in param_group_identifier_keys if name not in SCHEDULED]
     # Two groups may differ in their rates alone: then whether the rate is the common one tells.
     for names in ([*weights, "default_config"], weights):
         mine, theirs = (
@@ -77,10 +77,10 @@ def _pairs(current: Sequence[Group], saved: Sequence[Group]) -> list[tuple[Group
 
 
 def _rates(group: Group) -> dict[str, Any]:
-    return {name: group[name] for name in _SCHEDULED if name in group}
+    return {name: group[name] for name in SCHEDULED if name in group}
 
 
 def _set(group: Group, rates: dict[str, Any]) -> None:
-    for name in _SCHEDULED:
+    for name in SCHEDULED:
         group.pop(name, None)
     group.update(rates)

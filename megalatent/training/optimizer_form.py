@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalatent.errors import UserError
+from megalatent.platform.param_groups import SCHEDULED
 
 __all__ = ["in_own_form"]
 
@@ -89,21 +90,30 @@ def _at(loaded: Any, key: Any) -> Any:
 
 
 def _like_saved(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    kind = _kind(group)
-    for other in saved:
-        if _kind(other) == kind:
-            return {**other, **{key: group[key] for key in _OWN if key in group}}
+    for names in _ways_to_tell_groups():
+        same = [other for other in saved if all(_of(other, n) == _of(group, n) for n in names)]
+        if same and all(_of(other, n) == _of(same[0], n) for other in same for n in SCHEDULED):
+            return {**same[0], **{key: group[key] for key in _OWN if key in group}}
+    shown = {name: _of(group, name) for name in _ways_to_tell_groups()[0]}
     raise UserError(
         "the checkpoint's optimiser has no group of weights with"
-        f" {', '.join(f'{k} = {v}' for k, v in kind.items() if v is not None)}: keep"
+        f" {', '.join(f'{k} = {v}' for k, v in shown.items() if v is not None)}: keep"
         " expert_model_parallel_size as it was, or start a new run from the weights"
         " (megatron.finetune: true)"
     )
 
 
-def _kind(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What Megatron tells groups apart by, besides who has the weights."""
+def _of(group: Mapping[str, Any], name: str) -> Any:
+    return group.get(name, group.get(f"pre_{name}"))
+
+
+def _ways_to_tell_groups() -> tuple[list[str], ...]:
+    """Names of what differs between groups, besides who has the weights; the strictest first.
+
+    A run may have other rates than the checkpoint: see `platform.param_groups`, which comes next.
+    """
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-    names = (name for name in param_group_identifier_keys if name not in _OWN)
-    return {name: group.get(name, group.get(f"pre_{name}")) for name in names}
+    names = [name for name in param_group_identifier_keys if name not in _OWN]
+    weights = [name for name in names if name not in SCHEDULED]
+    return names, [*weights, "default_config"], weights

@@ -82,3 +82,14 @@ def test_a_group_that_the_checkpoint_has_not() -> None:
     with pytest.raises(UserError, match=r"no group of weights with .*wd_mult = 0\.0.*: keep") as e:
         in_own_form(own, {0: {}, 1: {}}, saved)
     assert "\n" not in str(e.value)
+
+
+def test_another_learning_rate_is_the_schedulers_question() -> None:
+    own: dict[Any, Any] = {0: wanted(0, max_lr=2.0), 1: wanted(1, max_lr=2.0)}
+    saved = {"state": {}, "param_groups": [group([0, 1], max_lr=1.0)]}
+    found = in_own_form(own, {0: {}, 1: {}}, saved)
+    assert [part["param_groups"][0]["max_lr"] for part in found.values()] == [1.0, 1.0]
+    # of two that differ in nothing else, none is the right one
+    saved["param_groups"].append(group([2], max_lr=3.0))  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"no group of weights with max_lr = 2\.0"):
+        in_own_form(own, {0: {}, 1: {}}, saved)

@@ -119,3 +119,26 @@ def test_other_layout(
             # Adam divides by the root of gradients that may be rounding noise: 1e-3.
             allowed = (0.1 if coarse else 1e-3) * tensor.norm()
             assert difference <= allowed, f"{key} of {weight}"
+
+
+@full
+@pytest.mark.parametrize("optimizer", [RESHARDABLE, PLAIN], ids=["sharded", "unsharded"])
+def test_experts_are_spread_at_another_learning_rate(
+    sources: Sources, optimizer: dict[str, Any]
+) -> None:
+    """As the run goes on that does not spread them."""
+    folder = sources.folder
+    source, _ = sources.get(1, {**EP1, **optimizer})
+    load = {"load": str(folder / source), "ckpt_step": SAVED}
+    load |= {"lr": 1e-2, "override_opt_param_scheduler": True}
+    names = [f"rate-{len(list(folder.iterdir()))}-{ranks}" for ranks in (1, 2)]
+    expected, found = (
+        _train(folder, name, ranks, {**options, **optimizer}, **load)
+        for name, ranks, options in zip(names, (1, 2), (EP1, EP2), strict=True)
+    )
+    assert found.steps == expected.steps == {float(STEPS)}
+    for key in ("param", "exp_avg", "exp_avg_sq"):
+        for weight, tensor in expected.optimizer[key].items():
+            difference = (found.optimizer[key][weight] - tensor).norm()
+            assert difference <= 1e-4 * tensor.norm(), f"{key} of {weight}"
+    assert losses(folder / names[0])[STEPS] != losses(folder / source)[STEPS]

@@ -8,12 +8,13 @@ longer ones.
 from __future__ import annotations
 
 import fcntl
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+from megalatent.launch.srun import is_free
 
 __all__ = ["HANG", "patiently", "reserve_ports", "wait_until"]
 
@@ -77,17 +78,8 @@ def reserve_ports(count: int) -> int:
         except BlockingIOError:
             lock.close()
             continue
-        if all(_is_free(port) for port in range(first, first + count)):
+        if all(is_free(port) for port in range(first, first + count)):
             _reserved.append(lock)
             return first
         lock.close()
     raise RuntimeError("no free ports")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True

@@ -190,7 +190,7 @@ def _profiler(folder: Path, steps: int) -> Callable[[dict[str, str]], Any]:
 
     def run(changes: dict[str, str]) -> Any:
         overrides = [f"{key}={value}" for key, value in changes.items()]
-        return profiled(apply_overrides(given, overrides), 2, plan, timeout=600)
+        return profiled(apply_overrides(given, overrides), 2, plan)
 
     return run
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megalatent.errors import UserError
 from megalatent.launch.runfolder import Owner, RunFolder, RunLock
-from megalatent.launch.slurm import ACTIVE_STATES, Slurm, SlurmError
+from megalatent.launch.slurm import Slurm, SlurmError
 
 __all__ = ["folder_for_one_run"]
 
@@ -65,7 +65,7 @@ def _is_active(job: str, lock: RunLock) -> bool:
     slurm = Slurm()
     try:
         if slurm.available():
-            return slurm.job_state(job) in ACTIVE_STATES
+            return slurm.is_active(job)
         why = "there is no Slurm here to ask"
     except SlurmError as error:
         why = str(error)

@@ -94,6 +94,14 @@ class Slurm:
         alive = [state for state in states if state in ACTIVE_STATES or state == "PENDING"]
         return next(iter([*alive, *states]), None)
 
+    def is_active(self, job: str) -> bool:
+        """Whether the job holds nodes, so that it may still write.
+
+        Raises:
+            SlurmError: the controller gave no answer, so nothing is known.
+        """
+        return self.job_state(job) in ACTIVE_STATES
+
     def task_states(self, job: str) -> dict[str, str]:
         """Id -> state of a job, or of each task of an array, in one question."""
         return dict(self._listed(job, "--array"))

@@ -28,7 +28,7 @@ from megalatent.launch.progress import HEARTBEAT, BadLoss, Progress
 from megalatent.launch.runfolder import RunFolder
 from megalatent.launch.slurm import Slurm, SlurmError
 
-__all__ = ["Ended", "Launch", "Ranks", "Signals", "free_port", "verbatim", "why_ending"]
+__all__ = ["Ended", "Launch", "Ranks", "Signals", "free_port", "is_free", "verbatim", "why_ending"]
 
 # Step name, by which signals reach the ranks and not the batch script.
 STEP = "train"
@@ -344,12 +344,13 @@ def free_port(job: str, ports: int = 1) -> int:
     """The first of `ports` on this host, the ranks' master, that other jobs hardly ask for."""
     first = 20000 + (int(re.sub(r"\D", "", job) or 0) * 7) % 10000
     for port in range(first, first + 200):
-        if all(_is_free(port + more) for more in range(ports)):
+        if all(is_free(port + more) for more in range(ports)):
             return port
     raise SlurmError(f"ports {first} to {first + 199} of this host are all in use")
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether nobody listens on this port of this host."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))

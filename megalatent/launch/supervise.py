@@ -25,7 +25,7 @@ from megalatent.launch.node_results import NodeCheck
 from megalatent.launch.progress import end_last_line, read_metrics
 from megalatent.launch.requeue import start_again
 from megalatent.launch.runfolder import Attempt, Owner, RunFolder, RunLock, State, now
-from megalatent.launch.slurm import ACTIVE_STATES, Slurm, SlurmError
+from megalatent.launch.slurm import Slurm, SlurmError
 from megalatent.launch.srun import Ended, Launch, Ranks, Signals, free_port, why_ending
 
 __all__ = ["main"]
@@ -93,16 +93,13 @@ class _Supervisor:
 
     def run(self) -> int:
         self._folder.logs.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(self._folder, self._job_active)
+        lock = RunLock(self._folder, self._slurm.is_active)
         lock.acquire(Owner.this_process(self._job))
         try:
             self._signals.install()
             return self._run_alone()
         finally:
             lock.release()
-
-    def _job_active(self, job: str) -> bool:
-        return self._slurm.job_state(job) in ACTIVE_STATES
 
     def _run_alone(self) -> int:
         state = self._folder.read_state()

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["SCHEDULED", "match_groups_by_weights"]
+__all__ = ["SCHEDULED", "match_groups_by_weights", "ways_to_tell_weights"]
 
 # What the scheduler sets a group's learning rate and weight decay by.
 SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -62,11 +62,7 @@ def _adopt(current: Sequence[Group], saved: Sequence[Group]) -> list[dict[str, A
 
 def _pairs(current: Sequence[Group], saved: Sequence[Group]) -> list[tuple[Group, Group]]:
     """Each of the run's groups with the saved one of the same weights; none if that is unclear."""
-    from megatron.core.optimizer.optimizer import param_group_identifier_keys
-
-    weights = [name for name in param_group_identifier_keys if name not in SCHEDULED]
-    # Two groups may differ in their rates alone: then whether the rate is the common one tells.
-    for names in ([*weights, "default_config"], weights):
+    for names in ways_to_tell_weights():
         mine, theirs = (
             {tuple(group.get(name) for name in names): group for group in groups}
             for groups in (current, saved)
@@ -74,6 +70,17 @@ def _pairs(current: Sequence[Group], saved: Sequence[Group]) -> list[tuple[Group
         if len(mine) == len(current) and len(theirs) == len(saved) and mine.keys() == theirs.keys():
             return [(group, theirs[key]) for key, group in mine.items()]
     return []
+
+
+def ways_to_tell_weights() -> tuple[list[str], list[str]]:
+    """Names of what differs between groups with other weights, whatever their rates.
+
+    Two groups may differ in their rates alone: then whether the rate is the common one tells.
+    """
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    weights = [name for name in param_group_identifier_keys if name not in SCHEDULED]
+    return [*weights, "default_config"], weights
 
 
 def _rates(group: Group) -> dict[str, Any]:

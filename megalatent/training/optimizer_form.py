@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalatent.errors import UserError
-from megalatent.platform.param_groups import SCHEDULED
+from megalatent.platform.param_groups import SCHEDULED, ways_to_tell_weights
 
 __all__ = ["in_own_form"]
 
@@ -20,32 +20,25 @@ __all__ = ["in_own_form"]
 _OWN = ("params", "is_expert_parallel")
 
 
-def in_own_form(own: Mapping[Any, Any], loaded: Any, saved: Mapping[Any, Any]) -> Any:
+def in_own_form(own: Mapping[Any, Any], loaded: Any) -> Any:
     """What `load_state_dict` of the run's optimiser is to get.
 
     Args:
         own: the sharded state that the run asked for.
         loaded: what Megatron made of it: the sharded parts in the places where they were asked for,
             and what the checkpoint has beside them in the places of the checkpoint's form.
-        saved: that alone.
 
     Raises:
         UserError: the checkpoint's optimiser has no group of weights like one of the run's.
     """
-    sources = _optimizers(saved)
-    if len(_optimizers(own)) == len(sources):
+    # Several optimisers stand under their numbers; one has names only.
+    numbered = {key: part for key, part in loaded.items() if isinstance(key, int)}
+    named = {key: part for key, part in loaded.items() if not isinstance(key, int)}
+    if not (numbered and named):  # both have one form
         return loaded
-    if not _is_chain(own):
-        return _filled(own, loaded, sources)
-    return {number: _filled(part, loaded[number], sources) for number, part in own.items()}
-
-
-def _is_chain(state: Mapping[Any, Any]) -> bool:
-    return all(isinstance(key, int) for key in state)
-
-
-def _optimizers(state: Mapping[Any, Any]) -> list[Any]:
-    return [state[number] for number in sorted(state)] if _is_chain(state) else [state]
+    if all(isinstance(key, int) for key in own):
+        return {number: _filled(part, loaded[number], [named]) for number, part in own.items()}
+    return _filled(own, named, [numbered[number] for number in sorted(numbered)])
 
 
 def _filled(own: Mapping[Any, Any], loaded: Any, sources: Sequence[Any]) -> dict[Any, Any]:
@@ -114,6 +107,5 @@ def _ways_to_tell_groups() -> tuple[list[str], ...]:
     """
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-    names = [name for name in param_group_identifier_keys if name not in _OWN]
-    weights = [name for name in names if name not in SCHEDULED]
-    return names, [*weights, "default_config"], weights
+    ways = (list(param_group_identifier_keys), *ways_to_tell_weights())
+    return tuple([name for name in names if name not in _OWN] for names in ways)

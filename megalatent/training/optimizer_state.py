@@ -29,14 +29,11 @@ def checking_state(read: Callable[..., Any]) -> Callable[..., Any]:
         load_dir: Any, args: Any, rank0: bool, wanted: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         found = read(load_dir, args, rank0, wanted, *rest, **kwargs)
-        state, folder = found[:2]
+        state = found[0]
         if rank0:  # what ranks have in common; read first
             check_optimizer_state(state.get("args"), args)
-        elif args.num_experts and "optimizer" in wanted:
-            from megatron.core.dist_checkpointing import load_common_state_dict
-
-            saved = load_common_state_dict(folder)["optimizer"]
-            state["optimizer"] = in_own_form(wanted["optimizer"], state["optimizer"], saved)
+        elif args.num_experts and args.optimizer in _ONE_OPTIMIZER and "optimizer" in wanted:
+            state["optimizer"] = in_own_form(wanted["optimizer"], state["optimizer"])
         return found
 
     return checked

@@ -153,10 +153,6 @@ class Run:
         known = {*self.jobs, *self.state.jobs}
         self.wait("the jobs", lambda: {slurm.job_state(job) for job in known} <= over)
 
-    def iteration(self) -> int:
-        records = read_metrics(self.folder.metrics)
-        return records[-1]["iteration"] if records else 0
-
     def nodes(self) -> list[str]:
         """The nodes of the attempt that runs."""
         slurm = Slurm()

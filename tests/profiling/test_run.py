@@ -20,14 +20,11 @@ from megalatent.profiling.run import RunProfiler
 from megalatent.training import pretrain
 from tests.distributed.harness import run_ranks
 from tests.training.runs import MIXED, Outcome, configuration, train
-from tests.waiting import HANG
 
 CASES = ({1: 1.0}, {2: 1.0}, {1: 0.5, 3: 0.5})
 
 
-def profiled(
-    given: dict[str, Any], ranks: int, plan: CasePlan, replicas: int = 1, timeout: float = HANG
-) -> Recording:
+def profiled(given: dict[str, Any], ranks: int, plan: CasePlan, replicas: int = 1) -> Recording:
     """The recording that the first rank is handed."""
     config = Config.from_mapping(given)
     config.check(ranks)
@@ -45,7 +42,7 @@ def profiled(
             pretrain.run(config, profiler)
         return kept[0] if kept else None
 
-    first, *rest = run_ranks(ranks, rank, timeout=timeout)
+    first, *rest = run_ranks(ranks, rank)
     assert rest == [None] * len(rest)
     assert first is not None
     return first
@@ -195,9 +192,7 @@ def test_recording_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "seen.trace.json").exists()
 
 
-def profiled_in_training(
-    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, timeout: float = HANG
-) -> Outcome:
+def profiled_in_training(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Outcome:
     """What a run on one rank gave that profiles steps of its own."""
     run = pretrain.run
 
@@ -208,7 +203,7 @@ def profiled_in_training(
 
     with monkeypatch.context() as patch:
         patch.setattr(pretrain, "run", with_profiler)
-        [outcome] = train(given, timeout=timeout)
+        [outcome] = train(given)
     return outcome
 
 

@@ -208,9 +208,8 @@ def test_twenty_steps_equal_the_reference(
     layout: Layout, settings: dict[str, Any], tolerance: float
 ) -> None:
     """The reference gets the gradients of the very run, so that only the optimiser is compared."""
-    (start, end), gradients = run_ranks(layout.world_size, _train, layout, SETUP, settings, STEPS)[
-        0
-    ]
+    first, *_ = run_ranks(layout.world_size, _train, layout, SETUP, settings, STEPS)
+    (start, end), gradients = first
     reference = ReferenceModel(start, SETUP)
     for gradient in gradients:
         reference.step(gradient)

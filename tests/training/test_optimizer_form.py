@@ -38,7 +38,7 @@ def of(numbers: list[int]) -> dict[int, Any]:
 
 def test_the_same_form_is_left_alone() -> None:
     loaded = {"state": {"common_step": 3}, "param_groups": []}
-    assert in_own_form(wanted(0), loaded, {"state": {}, "param_groups": []}) is loaded
+    assert in_own_form(wanted(0), loaded) is loaded
 
 
 def test_experts_get_an_optimizer_of_their_own() -> None:
@@ -50,7 +50,7 @@ def test_experts_get_an_optimizer_of_their_own() -> None:
         0: {"state": of([0, 1]), "param_groups": [{"params": [0, 1]}]},
         1: {"state": of([0]), "param_groups": [{"params": [0]}]},
     }
-    found = in_own_form(own, loaded, saved)
+    found = in_own_form(own, loaded)
     assert list(found) == [0, 1]
     assert found[0]["state"].pop("common_step") == found[1]["state"].pop("common_step") == 7
     assert torch.equal(found[0]["state"][1]["exp_avg"], torch.ones(2))
@@ -71,25 +71,25 @@ def test_one_optimizer_takes_the_experts_in() -> None:
     saved = {0: state(9, lr=0.5), 1: state(9, lr=0.5, is_expert_parallel=True)}
     saved[0]["grad_scaler"] = {"scale": 2.0}
     loaded: dict[Any, Any] = {**saved, "param_state": {0: {"exp_avg": torch.ones(2)}}}
-    found = in_own_form(own, loaded, saved)
+    found = in_own_form(own, loaded)
     assert found.pop("param_state")[0]["exp_avg"].tolist() == [1.0, 1.0]
     assert found == {**state(9, lr=0.5), "grad_scaler": {"scale": 2.0}}
 
 
 def test_a_group_that_the_checkpoint_has_not() -> None:
     own: dict[Any, Any] = {0: wanted(0), 1: wanted(1, is_expert_parallel=True, wd_mult=0.0)}
-    saved = {"state": {}, "param_groups": [group([0, 1])]}
+    saved: dict[Any, Any] = {"state": {}, "param_groups": [group([0, 1])]}
     with pytest.raises(UserError, match=r"no group of weights with .*wd_mult = 0\.0.*: keep") as e:
-        in_own_form(own, {0: {}, 1: {}}, saved)
+        in_own_form(own, {**saved, 0: {}, 1: {}})
     assert "\n" not in str(e.value)
 
 
 def test_another_learning_rate_is_the_schedulers_question() -> None:
     own: dict[Any, Any] = {0: wanted(0, max_lr=2.0), 1: wanted(1, max_lr=2.0)}
-    saved = {"state": {}, "param_groups": [group([0, 1], max_lr=1.0)]}
-    found = in_own_form(own, {0: {}, 1: {}}, saved)
+    saved: dict[Any, Any] = {"state": {}, "param_groups": [group([0, 1], max_lr=1.0)]}
+    found = in_own_form(own, {**saved, 0: {}, 1: {}})
     assert [part["param_groups"][0]["max_lr"] for part in found.values()] == [1.0, 1.0]
     # of two that differ in nothing else, none is the right one
-    saved["param_groups"].append(group([2], max_lr=3.0))  # type: ignore[attr-defined]
+    saved["param_groups"].append(group([2], max_lr=3.0))
     with pytest.raises(UserError, match=r"no group of weights with max_lr = 2\.0"):
-        in_own_form(own, {0: {}, 1: {}}, saved)
+        in_own_form(own, {**saved, 0: {}, 1: {}})
